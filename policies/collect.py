@@ -8,14 +8,12 @@ observation, reward and end is the environment's. The sets are stored as Minari 
 import argparse
 import copy
 import difflib
-import functools
 import json
-import os
-import shutil
 import sys
 import tempfile
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +23,23 @@ VERSION = 1  # raise it when the same (name, steps, seed) would give other numbe
 
 @dataclass(frozen=True)
 class Set:
-    """How one set is made. The parts share `steps` equally, one after the other."""
+    """How one set is made. The parts make equally many of its transitions, one after the other."""
 
-    id: str  # Minari's name of it
-    env: str  # gymnasium's name
+    name: str
     steps: int  # transitions by default
+    env: str  # gymnasium's name
     parts: tuple  # functions () -> policy
     kwargs: dict = field(default_factory=dict)  # of the environment
-    eval_kwargs: dict | None = None  # where the environment to evaluate in differs
-    slots: int = 1  # environments played side by side, for one batched evaluation of the policy
+    task: tuple | None = None  # (reset cell, goal cell) of a maze; None: drawn by the environment
+    eval_env: str | None = None  # the environment to evaluate in, where it differs
+    eval_task: tuple | None = None
+
+    @property
+    def id(self):
+        return f"local/{self.name.replace('-', '/', 1)}-v0"
 
 
+ONE_GOAL = {"continuing_task": True, "reset_target": False}  # success doesn't end an episode, nor move its goal
 # The pair of cells with the longest way between them: the hardest task of a maze, and one fixed task to evaluate on.
 FAR = {
     "pointmaze-umaze": {"reset_cell": [1, 1], "goal_cell": [3, 1]},
@@ -44,7 +48,9 @@ FAR = {
 }
 
 
-# ---------------------------------------------------------------- policies: reset(episode, env), act(episodes) -> (n, A)
+# ---------------------------------------------------------------- policies
+# options(index): what episode number `index` passes to env.reset; start(env, observation, rng): its first observation;
+# act(observation, rng) -> (A,): an action in [-1, 1]
 
 
 def next_cells(maze_map, goal):
@@ -59,184 +65,175 @@ def next_cells(maze_map, goal):
     return step
 
 
-def aim(maze, step, xy, goal):
-    """Where to head from `xy`: the centre of the NEXT cell, so as not to stop at centres; in the goal's cell, the goal."""
-    cell = tuple(maze.cell_xy_to_rowcol(xy))
-    return goal if step[cell] == cell else maze.cell_rowcol_to_xy(step[cell])
+class Way:
+    """The shortest way to the goal of a maze, from the first observation of an episode."""
+
+    def __init__(self, maze, first):
+        self.maze, self.goal = maze, first["desired_goal"]
+        self.next = next_cells(self.maze.maze_map, self.cell(self.goal))
+        points, cell = [first["achieved_goal"]], self.cell(first["achieved_goal"])
+        while self.next[cell] != cell:
+            cell = self.next[cell]
+            points.append(self.maze.cell_rowcol_to_xy(cell))
+        points = np.array([*points[: max(1, len(points) - 1)], self.goal])  # in the last cell, to the goal instead of the centre
+        self.length = np.linalg.norm(np.diff(points, axis=0), axis=1).sum()  # m
+
+    def cell(self, xy):
+        return tuple(self.maze.cell_xy_to_rowcol(xy))
+
+    def aim(self, xy):
+        """(vector to head along, whether it ends at the goal) from `xy`: to the centre of the NEXT cell, not to stop at centres."""
+        cell = self.cell(xy)
+        arriving = self.next[cell] == cell
+        return (self.goal if arriving else self.maze.cell_rowcol_to_xy(self.next[cell])) - xy, arriving
 
 
 class Waypoints:
-    """Pushes the point mass along the shortest way at a speed that differs between episodes, so that returns spread.
+    """Pushes the point mass along the shortest way, at a speed that differs between episodes so that returns spread.
 
     far: {"reset_cell", "goal_cell"} of one episode in five; the others start and end where the environment says.
-    arrival: (low, high) steps; the episode's arrival time is uniform in it.
+    arrival: (low, high) steps; the arrival time wanted is uniform in it.
     """
 
     def __init__(self, far, arrival):
         self.far, self.arrival = far, arrival
 
-    def options(self, episode):
-        return self.far if episode.index % 5 == 0 else None
+    def options(self, index):
+        return self.far if index % 5 == 0 else None
 
-    def reset(self, episode, env):
-        rng, maze = episode.rng, env.unwrapped.maze
-        start, goal = episode.observations[0]["achieved_goal"], episode.observations[0]["desired_goal"]
-        step = next_cells(maze.maze_map, tuple(maze.cell_xy_to_rowcol(goal)))
-        way, cell = [start], tuple(maze.cell_xy_to_rowcol(start))
-        while step[cell] != cell:
-            cell = step[cell]
-            way.append(maze.cell_rowcol_to_xy(cell))
-        way = np.array(way[:-1] + [goal] if len(way) > 1 else way + [goal])
-        distance = np.linalg.norm(np.diff(way, axis=0), axis=1).sum() - 0.45  # 0.45 m from the goal is there
+    def start(self, env, observation, rng):
+        self.way = Way(env.unwrapped.maze, observation)
         seconds = 0.01 * rng.uniform(*self.arrival)
-        speed = np.clip(distance / seconds, 0.8, 5)  # m/s; the environment allows 5, and below 0.8 a model learns to stand still
-        noise = 0.2 if rng.random() < 0.25 else 0.05
-        episode.plan = maze, step, goal, speed, noise
+        # m/s: 0.45 m from the goal is there, 5 is the environment's limit, and a model of short context that sees
+        # slower ones learns to stand still.
+        self.speed = np.clip((self.way.length - 0.45) / seconds, 0.8, 5)
+        self.noise = 0.2 if rng.random() < 0.25 else 0.05
 
-    def act(self, episodes):
-        return np.array([self.push(episode) for episode in episodes])
-
-    def push(self, episode):
-        maze, step, goal, speed, noise = episode.plan
-        state = episode.observations[-1]["observation"]
-        way = aim(maze, step, state[:2], goal) - state[:2]
+    def act(self, observation, rng):
+        position, velocity = np.split(observation["observation"], 2)
+        way, arriving = self.way.aim(position)
         distance = np.linalg.norm(way)
-        if step[cell := tuple(maze.cell_xy_to_rowcol(state[:2]))] == cell:
-            speed = min(speed, 6 * distance)  # brake
-        wanted = speed * way / max(distance, 1e-6)
-        return np.clip(wanted - state[2:] + noise * episode.rng.standard_normal(2), -1, 1)
+        speed = min(self.speed, 6 * distance) if arriving else self.speed  # brakes at the goal only
+        wanted = speed * way / max(distance, 1e-9)
+        return np.clip(wanted - velocity + self.noise * rng.standard_normal(2), -1, 1)
 
 
 class Actor:
-    """A stored actor: three dense layers of an .npz beside this file, levels of rising skill.
+    """A stored actor, at a level of skill drawn anew for each episode from `levels`.
 
-    levels, noise: an episode draws one of the levels, and a uniform scale (low, high) of the actor's own spread:
-    1 is the policy as it was trained, 0 its mean.
+    body: an .npz beside this file. spread: factor on the actor's own standard deviation: 1 acts as it was trained, 0 by the mean.
     """
 
-    def __init__(self, body, levels, noise=(1, 1)):
+    def __init__(self, body, levels, spread=1.0):
         with np.load(Path(__file__).with_name(f"{body}.npz")) as file:
-            self.nets = {n: [file[f"{n}/{key}"].astype(np.float32) for key in ("w0", "b0", "w1", "b1", "w2", "b2")] for n in levels}
-        self.levels, self.noise = levels, noise
+            self.nets = [[file[f"{n}/{key}"].astype(np.float32) for key in ("w0", "b0", "w1", "b1", "w2", "b2")] for n in levels]
+        self.spread = spread
 
-    def options(self, episode):
+    def options(self, index):
         return None
 
-    def reset(self, episode, env):
-        episode.plan = int(episode.rng.choice(self.levels)), episode.rng.uniform(*self.noise)
+    def start(self, env, observation, rng):
+        self.net = self.nets[rng.integers(len(self.nets))]
 
-    def act(self, episodes):
-        inputs = np.array([self.inputs(episode) for episode in episodes], np.float32)  # (n, S)
-        levels = np.array([episode.plan[0] for episode in episodes])
-        out = None
-        for level in np.unique(levels):  # one product for all episodes of a level
-            w0, b0, w1, b1, w2, b2 = self.nets[level]
-            h = np.maximum(inputs[levels == level] @ w0.T + b0, 0)
-            h = np.maximum(h @ w1.T + b1, 0) @ w2.T + b2
-            out = np.zeros((len(episodes), h.shape[1]), np.float32) if out is None else out
-            out[levels == level] = h
-        mean, raw = np.split(out, 2, axis=1)  # (n, A) each
-        spread = np.exp(-5 + 3.5 * (np.tanh(raw) + 1))
-        normal = np.array([episode.plan[1] * episode.rng.standard_normal(mean.shape[1]) for episode in episodes])
-        return np.tanh(mean + spread * normal)
-
-    def inputs(self, episode):
-        return episode.observations[-1]
+    def act(self, inputs, rng):
+        w0, b0, w1, b1, w2, b2 = self.net
+        h = np.maximum(w0 @ inputs.astype(np.float32) + b0, 0)
+        h = np.maximum(w1 @ h + b1, 0)
+        mean, raw = np.split(w2 @ h + b2, 2)  # (A,) each
+        std = np.exp(-5 + 3.5 * (np.tanh(raw) + 1))
+        return np.tanh(mean + self.spread * std * rng.standard_normal(len(mean)))
 
 
 class AntFollower(Actor):
     """The ant's actor, which runs in a wanted direction: along the shortest way of a maze, or along +x on the plain.
 
-    levels: as of Actor. noise, turn: (low, high) of an episode's standard deviations, of what is added to each action
-    and, in radians, to each wanted direction.
+    noise, turn: an episode draws two standard deviations, uniform from 0 to these: of the noise on each action, and
+    of the noise in radians on each wanted direction.
     """
 
-    def __init__(self, levels, noise, turn):
-        super().__init__("ant", levels)
-        self.added, self.turn = noise, turn
+    def __init__(self, levels, noise, turn, spread=1.0):
+        super().__init__("ant", levels, spread)
+        self.most = noise, turn
 
-    def reset(self, episode, env):
-        rng = episode.rng
-        goal = maze = step = None
-        if isinstance(episode.observations[0], dict):
-            maze, goal = env.unwrapped.maze, episode.observations[0]["desired_goal"]
-            step = next_cells(maze.maze_map, tuple(maze.cell_xy_to_rowcol(goal)))
-        episode.plan = int(rng.choice(self.levels)), 1.0, rng.uniform(*self.added), rng.uniform(*self.turn), maze, step, goal
+    def start(self, env, observation, rng):
+        super().start(env, observation, rng)
+        self.noise, self.turn = rng.uniform(0, self.most)
+        self.way = Way(env.unwrapped.maze, observation) if isinstance(observation, dict) else None
 
-    def act(self, episodes):
-        noise = np.array([episode.plan[2] * episode.rng.standard_normal(8) for episode in episodes])
-        return np.clip(super().act(episodes) + noise, -1, 1)
-
-    def inputs(self, episode):
-        """29 numbers: the ant's state seen from its own heading, and the wanted direction there."""
-        *_, turn, maze, step, goal = episode.plan
-        observation = episode.observations[-1]
-        angle = turn * episode.rng.standard_normal()
-        if maze is not None:
-            x, y = aim(maze, step, observation["achieved_goal"], goal) - observation["achieved_goal"]
-            angle += np.arctan2(y, x)
+    def act(self, observation, rng):
+        way = (1, 0)
+        if self.way:
+            way, _ = self.way.aim(observation["achieved_goal"])
             observation = observation["observation"]
+        angle = np.arctan2(way[1], way[0]) + self.turn * rng.standard_normal()
+        action = super().act(self.inputs(observation, angle), rng)
+        return np.clip(action + self.noise * rng.standard_normal(8), -1, 1)
+
+    @staticmethod
+    def inputs(observation, angle):
+        """(29,): the ant's 27 numbers seen from its own heading, and there the wanted direction, given in radians."""
         w, x, y, z = observation[1:5]
         yaw = np.arctan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
         c, s = np.cos(yaw / 2), np.sin(yaw / 2)
-        upright = np.array([c * w + s * z, c * x + s * y, c * y - s * x, c * z - s * w])  # yaw taken out: (c, 0, 0, -s) * quaternion
-        upright *= 1 if upright[0] >= 0 else -1
+        tilt = np.array([c * w + s * z, c * x + s * y, c * y - s * x, c * z - s * w])  # (c, 0, 0, -s) * quaternion: no yaw
+        tilt = tilt if tilt[0] >= 0 else -tilt
         c, s = np.cos(yaw), np.sin(yaw)
         vx, vy, vz = observation[13:16]
         velocity = c * vx + s * vy, c * vy - s * vx, vz
         wanted = np.cos(angle - yaw), np.sin(angle - yaw)
-        return np.concatenate([observation[:1], upright, observation[5:13], velocity, observation[16:], wanted])
+        return np.concatenate([observation[:1], tilt, observation[5:13], velocity, observation[16:], wanted])
 
 
 # ---------------------------------------------------------------- the sets
 
 
-def point_maze(name, steps, arrival):
-    env = {"umaze": "PointMaze_UMaze-v3", "medium": "PointMaze_Medium-v3", "large": "PointMaze_Large-v3"}[name]
-    part = functools.partial(Waypoints, FAR[f"pointmaze-{name}"], arrival)
-    return Set(f"local/pointmaze/{name}-v0", env, steps, (part,), {"continuing_task": True, "reset_target": False})
+def made(name, steps, env, *parts, **rest):
+    return {name: Set(name, steps, env, parts, **rest)}
 
 
-SETS = {
-    "pointmaze-umaze": point_maze("umaze", 75_000, (100, 290)),
-    "pointmaze-medium": point_maze("medium", 120_000, (230, 580)),
-    "pointmaze-large": point_maze("large", 160_000, (400, 770)),
-}
+def mujoco(body, env, replay, medium, expert):
+    """The four sets of a body, from the levels of its stored policies."""
+    replay, medium = partial(Actor, body, replay), partial(Actor, body, [medium])
+    expert = partial(Actor, body, [expert], spread=0.1)  # the last level loses a fifth of its return to its own noise (hopper)
+    return (
+        made(f"{body}-medium", 100_000, env, medium)
+        | made(f"{body}-medium-replay", 200_000, env, replay)
+        | made(f"{body}-medium-expert", 200_000, env, medium, expert)
+        | made(f"{body}-expert", 100_000, env, expert)
+    )
+
+
+def point_maze(name, steps, env, arrival):
+    return made(name, steps, env, partial(Waypoints, FAR[name], arrival), kwargs=ONE_GOAL)
+
+
+ANT = partial(AntFollower, [0, 1, 2, 3], noise=0.3, turn=0.6)
+
+
+def ant_maze(name, steps, env, eval_task, **rest):
+    return made(name, steps, env, ANT, kwargs=ONE_GOAL, eval_task=eval_task, **rest)
+
+
+UMAZE, MEDIUM = ((1, 1), (3, 1)), ((1, 1), (6, 6))  # (reset cell, goal cell) to evaluate on
+SETS = (
+    # hopper's levels 2 and 3 stand still for 1,000 steps: half of all transitions would be that
+    mujoco("hopper", "Hopper-v5", replay=[0, 1, 4, 5, 6, 7], medium=7, expert=8)
+    | mujoco("walker2d", "Walker2d-v5", replay=range(7), medium=6, expert=8)
+    | mujoco("halfcheetah", "HalfCheetah-v5", replay=range(7), medium=6, expert=9)
+    | made("ant-medium-replay", 100_000, "Ant-v5", ANT, kwargs={"include_cfrc_ext_in_observation": False})
+    | ant_maze("antmaze-umaze", 140_000, "AntMaze_UMaze-v4", UMAZE, task=UMAZE)
+    | ant_maze("antmaze-umaze-diverse", 140_000, "AntMaze_UMaze-v4", UMAZE)
+    | ant_maze("antmaze-medium-play", 120_000, "AntMaze_Medium-v4", MEDIUM)
+    | ant_maze("antmaze-medium-diverse", 120_000, "AntMaze_Medium_Diverse_GR-v4", MEDIUM, eval_env="AntMaze_Medium-v4")
+    | point_maze("pointmaze-umaze", 75_000, "PointMaze_UMaze-v3", arrival=(100, 290))  # of 300 steps
+    | point_maze("pointmaze-medium", 120_000, "PointMaze_Medium-v3", arrival=(230, 580))  # of 600
+    | point_maze("pointmaze-large", 160_000, "PointMaze_Large-v3", arrival=(400, 770))  # of 800
+)
 SETS |= {f"maze2d-{maze}": SETS[f"pointmaze-{maze}"] for maze in ("umaze", "medium", "large")}  # another name, the same set
-NAMES = {name: made.steps for name, made in SETS.items()}  # name -> transitions by default
+NAMES = {name: entry.steps for name, entry in SETS.items()}  # name -> transitions by default
 
 
 # ---------------------------------------------------------------- playing
-
-
-class Episode:
-    """One episode while it grows. Its generator is its own, so that its numbers don't depend on the others'."""
-
-    def __init__(self, index, rng, policy, env):
-        self.index, self.rng, self.env = index, rng, env
-        observation, _ = env.reset(seed=int(rng.integers(2**31)), options=policy.options(self))
-        self.observations, self.actions, self.rewards, self.terminations, self.truncations = [observation], [], [], [], []
-        policy.reset(self, env)
-
-    def step(self, action):
-        """True when the episode has ended."""
-        observation, reward, terminated, truncated, _ = self.env.step(action)
-        self.observations.append(observation)
-        self.actions.append(action)
-        self.rewards.append(reward)
-        self.terminations.append(terminated)
-        self.truncations.append(truncated)
-        return terminated or truncated
-
-    def buffer(self):
-        from minari.data_collector import EpisodeBuffer
-
-        if isinstance(self.observations[0], dict):
-            observations = {key: np.array([o[key] for o in self.observations]) for key in self.observations[0]}
-        else:
-            observations = np.array(self.observations)  # (T + 1, S)
-        return EpisodeBuffer(observations=observations, actions=np.array(self.actions), rewards=np.array(self.rewards),
-                             terminations=np.array(self.terminations), truncations=np.array(self.truncations))
 
 
 def make(spec):
@@ -249,49 +246,43 @@ def make(spec):
     return env
 
 
-def play(spec, policy, steps, seed, slots, bar):
-    """Whole episodes of at least `steps` transitions and at most one episode more, as a list of Minari's EpisodeBuffer.
+def play(env, policy, index, rng):
+    """One whole episode, number `index`, as Minari's EpisodeBuffer: T + 1 observations, T of everything else."""
+    from minari.data_collector import EpisodeBuffer
 
-    `slots` episodes run side by side. They are kept in the order in which they began: to keep those that end
-    first would favour short ones.
-    """
-    idle, running, done = [], [], []
-    begun = taken = 0
-    while running or taken < steps:
-        while taken + len(running) < steps and len(running) < slots:
-            env = idle.pop() if idle else make(spec)
-            running.append(Episode(begun, np.random.default_rng([*seed, begun]), policy, env))
-            begun += 1
-        ended = [e.step(a) for e, a in zip(running, policy.act(running).astype(np.float32), strict=True)]
-        taken += len(running)
-        bar.update(min(len(running), max(0, bar.total - bar.n)))
-        for episode in [e for e, end in zip(running, ended, strict=True) if end]:
-            running.remove(episode)
-            idle.append(episode.env)
-            done.append(episode)
-    for env in idle:
-        env.close()
-    done.sort(key=lambda episode: episode.index)
-    ends = np.cumsum([len(episode.rewards) for episode in done])
-    return [episode.buffer() for episode in done[: np.searchsorted(ends, steps) + 1]]
+    observation, _ = env.reset(seed=int(rng.integers(2**31)), options=policy.options(index))
+    policy.start(env, observation, rng)
+    observations, actions, rewards, terminations, truncations = [observation], [], [], [], []
+    while not (terminations and (terminations[-1] or truncations[-1])):
+        action = policy.act(observation, rng).astype(np.float32)  # the precision stored: replayed, it gives the same episode
+        observation, reward, terminated, truncated, _ = env.step(action)
+        observations.append(observation)
+        actions.append(action)
+        rewards.append(reward)
+        terminations.append(terminated)
+        truncations.append(truncated)
+    if isinstance(observation, dict):
+        stacked = {key: np.array([o[key] for o in observations]) for key in observation}
+    else:
+        stacked = np.array(observations)
+    rest = {"actions": actions, "rewards": rewards, "terminations": terminations, "truncations": truncations}
+    return EpisodeBuffer(observations=stacked, **{key: np.array(values) for key, values in rest.items()})
 
 
-def spec_of(env, kwargs):
+def spec_of(env, kwargs, task):
+    """gymnasium's record of an environment, from which it can be made again. task: (reset cell, goal cell) of a maze, or None."""
     import gymnasium as gym
     import gymnasium_robotics
 
     gym.register_envs(gymnasium_robotics)
     spec = copy.deepcopy(gym.spec(env))
     spec.kwargs.update(kwargs)
+    for (i, j), letter in zip(task or (), "rg", strict=False):  # gymnasium-robotics marks them by letters on the map
+        spec.kwargs["maze_map"][i][j] = letter
     return spec
 
 
 # ---------------------------------------------------------------- storing
-
-
-def root():
-    """Minari's own rule for where the sets are."""
-    return Path(os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets").expanduser()
 
 
 def known(name):
@@ -309,7 +300,9 @@ def dataset_id(name):
 
 def recipe(dataset_id):
     """{"name", "steps", "seed", "version"} a stored set was made with; None where it is missing or not made here."""
-    file = root() / dataset_id / "data" / "metadata.json"
+    from minari.storage import get_dataset_path
+
+    file = get_dataset_path(dataset_id) / "data" / "metadata.json"
     return json.loads(file.read_text()).get("recipe") if file.exists() else None
 
 
@@ -320,53 +313,52 @@ def collect(name, steps=None, seed=0, progress=True):
     (name, steps, seed) gives the same arrays, bit for bit, on one machine.
     Raises ValueError for a wrong name or steps < 1, OSError where Minari's folder can't be written.
     """
+    from minari.storage import get_dataset_path
     from tqdm import tqdm
 
-    made = known(name)
-    steps = made.steps if steps is None else steps
+    chosen = known(name)
+    steps = chosen.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
-    root().mkdir(parents=True, exist_ok=True)
-    # The new set grows in a hidden folder of the same disk, which Minari doesn't list, and moves in when it is whole.
-    with tempfile.TemporaryDirectory(prefix=".collecting-", dir=root()) as staging:
-        spec = spec_of(made.env, made.kwargs)
-        episodes = []
-        with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
-            for k, part in enumerate(made.parts):
-                wanted = steps * (k + 1) // len(made.parts) - sum(len(e.rewards) for e in episodes)
-                episodes += play(spec, part(), wanted, (seed, k), made.slots, bar)
-        eval_spec = spec if made.eval_kwargs is None else spec_of(made.env, made.eval_kwargs)
-        record = {"name": name, "steps": steps, "seed": seed, "version": VERSION}
-        store(Path(staging, "new"), made.id, spec, eval_spec, episodes, record)
-        target = root() / made.id
+    tempfile.TemporaryDirectory(prefix=".collecting-", dir=get_dataset_path()).cleanup()  # an error now, not after the work
+    env, episodes, taken = make(spec_of(chosen.env, chosen.kwargs, chosen.task)), [], 0
+    with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
+        for k, part in enumerate(chosen.parts):
+            policy = part()
+            while taken < steps * (k + 1) / len(chosen.parts):
+                rng = np.random.default_rng([seed, len(episodes)])  # of this episode alone: more episodes change no other
+                episodes.append(play(env, policy, len(episodes), rng))
+                taken += len(episodes[-1].rewards)
+                bar.update(min(taken, steps) - bar.n)
+    # Written to a hidden folder beside the others, where Minari doesn't look, and moved to its place when it is whole:
+    # whatever stops us on the way, what is in that place is never half a set.
+    with tempfile.TemporaryDirectory(prefix=".collecting-", dir=get_dataset_path()) as staging:
+        new, target = Path(staging, "new"), get_dataset_path(chosen.id)
+        store(new, chosen, env, episodes, {"name": chosen.name, "steps": steps, "seed": seed, "version": VERSION})
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             target.rename(Path(staging, "old"))
-        try:
-            Path(staging, "new").rename(target)
-        except BaseException:
-            shutil.move(Path(staging, "old"), target)
-            raise
-    return made.id
+        new.rename(target)
+    env.close()
+    return chosen.id
 
 
-def store(folder, dataset_id, spec, eval_spec, episodes, record):
-    """Write a Minari set to `folder`. (minari.create_dataset_from_buffers writes to the final place only.)"""
+def store(folder, chosen, env, episodes, record):
+    """Write a Minari set to `folder`; minari.create_dataset_from_buffers can only write to the final place."""
     import minari
     from minari.dataset.minari_storage import MinariStorage
 
-    env = make(spec)
     (folder / "data").mkdir(parents=True)
-    storage = MinariStorage.new(folder / "data", env.observation_space, env.action_space, spec)
-    env.close()
-    storage.update_metadata({
-        "dataset_id": dataset_id,
+    storage = MinariStorage.new(folder / "data", env.observation_space, env.action_space, spec_of(chosen.env, chosen.kwargs, chosen.task))
+    metadata = {
+        "dataset_id": chosen.id,
         "minari_version": minari.__version__,
-        "eval_env_spec": eval_spec.to_json(),
+        "eval_env_spec": spec_of(chosen.eval_env or chosen.env, chosen.kwargs, chosen.eval_task).to_json(),
         "algorithm_name": "policies/collect.py",
-        "description": f"Collected offline by policies/collect.py as {record}; not the published data.",
+        "description": f"Made offline by policies/collect.py: {record}. A stand-in, not the published data.",
         "recipe": record,
-    })
+    }
+    storage.update_metadata(metadata)
     storage.update_episodes(episodes)
 
 
@@ -377,11 +369,13 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:
-        made = collect(args.name, args.steps, args.seed)
-    except (ValueError, OSError) as error:
+        print(f"stored {collect(args.name, args.steps, args.seed)}")
+    except ValueError as error:
         print(f"collect.py: {error}", file=sys.stderr)
         return 2
-    print(f"stored {made} in {root()}")
+    except OSError as error:
+        print(f"collect.py: can't write the sets ({error}); set MINARI_DATASETS_PATH to a folder that you can write", file=sys.stderr)
+        return 2
     return 0
 
 

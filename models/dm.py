@@ -1,0 +1,424 @@
+"""Decision Mixer (Zheng et al., ICML 2025; shared/papers/dm.txt): each layer picks the tokens that are worth attending over.
+
+A Decision Transformer in which every other layer is a *mixer layer*. There a router gives every token a weight w_i, a hypernetwork
+says how many tokens k this window deserves, and only the k tokens of largest weight go through attention and MLP; they come back
+multiplied by w_i, the others pass by untouched. Training chooses with the whole window in view; acting cannot, so a small auxiliary
+predictor learns to guess from one token whether it would be chosen. One file, torch only: copy it where you need it.
+
+    python dm.py        fits one random batch and prints the loss
+
+B batch, K context steps, L tokens (3K), H heads, d width, S state size, A action size, n real tokens of a row, C slots of the short row.
+"""
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class Config:
+    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's G numbers included where there is a goal
+    act_dim: int = 3                        # A numbers, or A choices if discrete
+    discrete: bool = False
+    context_len: int = 20                   # K
+    max_ep_len: int = 1000                  # rows of the timestep table; later steps share its last row
+    n_layer: int = 6
+    n_head: int = 4
+    d: int = 256
+    dropout: float = 0.1
+    activation: Literal["relu", "gelu"] = "gelu"
+    condition: Literal["rtg", "reward", "none"] = "rtg"     # first token: return-to-go, the previous reward, or no token (BC)
+    use_actions: bool = True                # False: no action tokens
+    goal_dim: int = 0                       # G, the last G numbers of the state
+    goal: Literal["none", "state"] = "state"
+    timestep_std: float = 1.0               # spread of the timestep table at initialisation
+    layers: Literal["alternating", "all"] = "alternating"               # which layers are mixer layers: 2nd, 4th, 6th, or all (DM-ALL)
+    selection: Literal["learned", "fixed", "none"] = "learned"          # how many tokens: hypernetwork, fixed_k, or no mixer layer at all
+    fixed_k: float = 0.5                    # share of a row's tokens kept by selection="fixed" (Table 2)
+    aux: bool = True                        # auxiliary predictor for acting (Table 2)
+    aux_lr_scale: float = 0.1               # its learning rate: 1e-4 beside the model's 1e-3 in the released code
+    strategy: Literal["window", "prefix", "token"] = "window"           # what the choice may look at while training: Table 6 (3), (2), (1)
+    router: Literal["raw", "sigmoid"] = "raw"                           # w_i = R(x_i) or its sigmoid
+    residual: bool = False                  # False: w_i Z_i (Eq. 4); True: x_i + w_i (Z_i - x_i), as in Mixture-of-Depths
+    hyper_input: Literal["pooled", "flattened"] = "pooled"              # H reads the mean real token, or all 3K tokens in a row (released)
+    k_gradient: Literal["straight-through", "none"] = "straight-through"    # none: H stays a random function (released)
+    k_margin: int = 2                       # ranks on each side of k that tell H whether one token more would pay
+    k_cost: float = 0.0                     # price of keeping everything, added to the loss as k_cost * share kept
+    capacity: float | None = None           # most tokens a window may keep, as a share of 3K; None: all of them
+
+
+PRESETS = {
+    "*": dict(      # Table 7; what it leaves out is the released code's
+        n_layer=6, n_head=4, d=256, context_len=20, dropout=0.1, activation="gelu", lr=1e-3, weight_decay=1e-4, clip=0.25,
+        batch_size=512,                     # code 256, with context_len 120
+        betas=(0.9, 0.999), schedule="constant", eval_episodes=10,
+        warmup=250, steps=25_000,           # NOTE(paper): gives neither; code: 1,000 rounds of 25 updates, the first 10 rounds warm-up
+    ),
+    # targets and return scales as released; MuJoCo and AntMaze: those of the released DC, DT's target times 1, 2, 10, 20
+    "hopper": dict(targets=(3600.0, 7200.0, 36000.0, 72000.0)),
+    "halfcheetah": dict(targets=(6000.0, 12000.0, 60000.0, 120000.0)),
+    "walker2d": dict(targets=(5000.0, 10000.0, 50000.0, 100000.0)),
+    "antmaze": dict(rtg_scale=1.0, targets=(1.0, 10.0, 100.0, 1000.0, 100000.0)),
+    "maze2d": dict(rtg_scale=10.0, targets=(300.0, 200.0, 150.0, 100.0, 50.0, 20.0)),
+    "pen": dict(rtg_scale=1000.0, targets=(12000.0, 6000.0)),
+    "hammer": dict(rtg_scale=1000.0, targets=(12000.0, 6000.0, 3000.0)),
+    "door": dict(rtg_scale=100.0, targets=(2000.0, 1000.0, 500.0)),
+    "relocate": dict(rtg_scale=1000.0, targets=(3000.0, 1000.0)),
+    "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),           # as released, though no kitchen episode returns more than 4
+    "small": dict(  # ours: minutes on a laptop
+        n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3400, lr=1.5e-3,
+        warmup=100, schedule="cosine", eval_episodes=10,
+    ),
+}
+
+
+class QueryAttention(nn.Module):
+    """Causal self-attention over L tokens, or attention of separate queries to those tokens under a mask of their own."""
+
+    def __init__(self, d, n_head, dropout):
+        super().__init__()
+        self.n_head, self.dropout = n_head, dropout
+        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+
+    def forward(self, x, queries=None, mask=None):
+        B, L, d = x.shape
+        if queries is None:
+            q, k, v = self.qkv(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)     # 3 x (B, H, L, d/H)
+        else:
+            w, b = self.qkv.weight, self.qkv.bias
+            q = F.linear(queries, w[:d], b[:d]).view(B, -1, self.n_head, d // self.n_head).transpose(1, 2)      # (B, H, Q, d/H)
+            k, v = F.linear(x, w[d:], b[d:]).view(B, L, 2, self.n_head, -1).permute(2, 0, 3, 1, 4)              # 2 x (B, H, L, d/H)
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
+        return self.proj(y.transpose(1, 2).flatten(2))                                      # (B, L or Q, d)
+
+
+class StandardLayer(nn.Module):
+    """GPT-2's pre-norm block, Eq. 3: Z1 = x + attention(LN(x)), Z2 = Z1 + MLP(LN(Z1)).
+
+    NOTE(paper): Eq. 3 prints no "Z1 +" in Z2; the released block has it, and so do we.
+    """
+
+    def __init__(self, cfg, length):
+        super().__init__()
+        d = cfg.d
+        self.ln1, self.mixer = nn.LayerNorm(d), QueryAttention(d, cfg.n_head, cfg.dropout)
+        self.ln2, self.drop = nn.LayerNorm(d), nn.Dropout(cfg.dropout)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.ReLU() if cfg.activation == "relu" else nn.GELU(), nn.Linear(4 * d, d))
+
+    def block(self, x, queries=None, mask=None):
+        """x (B, L, d), causally; or queries (B, Q, d) that see the tokens of x where mask (1 or B, 1, Q, L) says so."""
+        if queries is None:
+            x = x + self.drop(self.mixer(self.ln1(x)))
+        else:
+            x = queries + self.drop(self.mixer(self.ln1(x), self.ln1(queries), mask))
+        return x + self.drop(self.mlp(self.ln2(x)))
+
+    def forward(self, x, rows=None):
+        if rows is None:
+            return self.block(x)
+        L = x.shape[1]      # the wanted rows only: exact, since nobody reads the others
+        return self.block(x, x[:, rows], torch.ones(L, L, dtype=torch.bool, device=x.device).tril()[rows])
+
+
+class Hypernetwork(nn.Module):
+    """H of Section 3.2: the share of its tokens that a row keeps, so that k = 3n * share for n real steps."""
+
+    def __init__(self, d, length):
+        super().__init__()
+        self.first, self.last = nn.Linear(d * length, 512), nn.Linear(512, 1)      # length 1: pooled
+
+    def forward(self, x, valid, rule):
+        """x (B, L, d), valid (B, L). Returns (B, 1): one share for the window; or (B, L): one for every prefix, or every token."""
+        B, L, d = x.shape
+        x = x * valid[..., None]
+        window = rule == "window"
+        if self.first.in_features == d:
+            if window:
+                x = x.sum(1, keepdim=True) / valid.sum(1)[:, None, None].clamp(min=1)
+            elif rule == "prefix":
+                x = x.cumsum(1) / torch.arange(1, L + 1, device=x.device)[:, None]
+            h = self.first(x)
+        else:   # the tokens side by side, short histories padded right with zeros: every token adds its own part of the product
+            h = torch.einsum("bld,hld->blh", x, self.first.weight.view(512, -1, d)[:, :L])
+            h = (h.sum(1, keepdim=True) if window else h.cumsum(1)) + self.first.bias
+        return self.last(F.leaky_relu(h)).sigmoid()[..., 0]
+
+
+def front(keep, want, length):
+    """(B, length) positions: those to keep in their order, then those only wanted in theirs, then any others. want includes keep."""
+    L = keep.shape[1]
+    return (torch.arange(L, device=keep.device) + L * (2 - keep.int() - want.int())).argsort(-1)[:, :length]
+
+
+class MixerLayer(StandardLayer):
+    """Eq. 4: w_i Z_i for the tokens selected, x_i for the others.
+
+    The selected tokens move to the front of their row, in their order, and the row is cut to C slots: causal attention over the short
+    row is attention among the selected, and costs as little. A row that fills fewer slots is padded right, where no selected token looks,
+    with the best of its unselected tokens: their Z is not used, but tells H what one token more would have been worth.
+    """
+
+    def __init__(self, cfg, length):
+        super().__init__(cfg, length)
+        self.cfg, d = cfg, cfg.d
+        self.router = nn.Linear(d, 1)
+        if cfg.selection == "learned":
+            self.hyper = Hypernetwork(d, length if cfg.hyper_input == "flattened" else 1)
+        # Table 8. The other strategies choose while acting as they do while training, and need no predictor
+        predicts = cfg.aux and cfg.strategy == "window"
+        self.aux = nn.Sequential(nn.Linear(d, d // 2), nn.SiLU(), nn.Linear(d // 2, 2)) if predicts else None
+
+    def judge(self, x, score, valid, rule, bound=None):
+        """Select by rank: keep (B, L) bool, share (B, 1 or L), and soft (B, L), a ramp over the ranks around k through which k learns."""
+        cfg, L = self.cfg, score.shape[1]
+        earlier = torch.ones(L, L, dtype=torch.bool, device=x.device).tril(-1)
+        a, b = score[:, :, None], score[:, None]                                            # token i against token j
+        better = (b > a) | ((b == a) & earlier)                                             # (B, L, L); ties go to the earlier token
+        # Table 6: (3) a token ranks among all real tokens of the window, (2) among those up to itself, (1) alone
+        if rule == "window":
+            rank, n = (better & valid[:, None]).sum(-1), valid.sum(1, keepdim=True)
+        elif rule == "prefix":
+            rank, n = (better & earlier).sum(-1), torch.arange(1, L + 1, device=x.device)
+        else:
+            rank, n = torch.zeros_like(valid, dtype=torch.long), 1
+        share = self.hyper(x, valid, rule) if cfg.selection == "learned" else score.new_full((1, 1), cfg.fixed_k)
+        k = (n * share).round().clamp(min=0 if rule == "token" else 1, max=bound)
+        # NOTE(code): keeps the weights strictly above the k-th largest, k - 1 tokens; we keep exactly k, as the paper says
+        keep = (rank < k) & valid
+        soft = (0.5 + (n * share - rank - 0.5) / (2 * cfg.k_margin)).clamp(0, 1)
+        return keep, share, soft
+
+    def select(self, x, valid, acting, bound):
+        """weight, keep, gate, want, each (B, L), and a note for the log. gate is 1 or 0, as keep, with the gradient of the ramp."""
+        cfg, note = self.cfg, {}
+        x = x.to(self.router.weight.dtype)      # under autocast the choice is still made in float32
+        score = self.router(x)[..., 0]
+        weight = score.sigmoid() if cfg.router == "sigmoid" else score
+        if acting and self.aux:                 # Algorithm 2
+            keep = (self.aux(x).argmax(-1) == 1) & valid
+            gate, want = keep.to(x.dtype), keep
+        else:
+            # NOTE(paper): how to act without the predictor is not said. A token is then judged among those up to itself, so it stays causal
+            keep, share, soft = self.judge(x, score, valid, "prefix" if acting and cfg.strategy == "window" else cfg.strategy, bound)
+            gate, want = keep.to(x.dtype), keep
+            if cfg.selection == "learned" and cfg.k_gradient == "straight-through" and not acting:
+                # NOTE(code): k is cast to an integer there, so H never receives a gradient
+                gate, want = gate + (soft - soft.detach()), keep | (valid & (soft > 0) & (soft < 1))
+                note["share"] = (share * valid).sum() / valid.sum()
+            if self.aux:
+                # NOTE(paper): Eq. 5 puts a sigmoid on each of two logits; softmax over the two, as released. Padding is left out
+                guess = self.aux(x.detach())
+                error = F.cross_entropy(guess.flatten(0, 1), keep.flatten().long(), reduction="none").view_as(keep)
+                note["aux"] = (error * valid).sum() / valid.sum()
+                note["aux_accuracy"] = (((guess.argmax(-1) == 1) == keep) & valid).sum() / valid.sum()
+        note["keep"] = keep
+        return weight, keep, gate, want, note
+
+    def slots(self, want, bound):
+        """C, the length of the short rows: fixed if a bound is known or shapes must be static, else what the fullest row needs."""
+        if bound is not None:
+            return min(bound, want.shape[1])
+        if torch.compiler.is_compiling() or want.is_cuda and torch.cuda.is_current_stream_capturing():
+            return want.shape[1]
+        return max(1, int(want.sum(1).max()))
+
+    def forward(self, x, valid, acting, rows=None):
+        cfg, L = self.cfg, x.shape[1]
+        most = None if acting else cfg.fixed_k if cfg.selection == "fixed" else cfg.capacity
+        bound = None if most is None or cfg.strategy != "window" else max(1, round(most * L))
+        with torch.autocast(x.device.type, enabled=False):
+            weight, keep, gate, want, note = self.select(x, valid, acting, bound)
+
+        def take(t, index):
+            return t.gather(1, index[..., None].expand(-1, -1, t.shape[-1]))
+
+        index = front(keep, want, self.slots(want, bound))                                  # (B, C)
+        short = take(x, index)                                                              # (B, C, d)
+        if rows is None:
+            z, q = self.block(short), short
+        else:   # the selected among the wanted rows ask, all selected tokens answer
+            place = torch.arange(L, device=x.device)
+            slot, count = place[:short.shape[1]], keep.sum(1)[:, None, None]
+            x, weight, gate, keep, want, place = x[:, rows], weight[:, rows], gate[:, rows], keep[:, rows], want[:, rows], place[rows]
+            keys, index = index[:, None], front(keep, want, self.slots(want, bound))        # (B, 1, C), (B, Q)
+            q = take(x, index)                                                              # (B, Q, d)
+            # slot 0 holds the first selected token, which every selected one sees; open to all, no softmax is empty
+            mask = (keys <= place[index][..., None]) & (slot < count) | (slot == 0)         # (B, Q, C)
+            z = self.block(short, q, mask[:, None])
+        # NOTE(paper): w multiplies Z with its residual inside (Eq. 4, as released): a small w erases a selected token's past
+        w, g = weight.gather(1, index)[..., None], gate.gather(1, index)[..., None]         # (B, C or Q, 1)
+        z = q + w * (z - q) if cfg.residual else w * z
+        z = g * z + (1 - g) * q                                                             # exactly q where g is 0
+        return x.scatter(1, index[..., None].expand_as(z), z.to(x.dtype)), note
+
+
+class Model(nn.Module):
+    """Decision Mixer for vector states; actions are A numbers in [-1, 1] or one of A choices."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        learns = cfg.selection == "learned" and cfg.k_gradient == "straight-through"
+        if cfg.k_cost and not learns:
+            raise ValueError("k_cost needs a k that learns: selection='learned' and k_gradient='straight-through'")
+        if cfg.hyper_input == "flattened" and cfg.strategy == "token":
+            raise ValueError("strategy='token' shows the hypernetwork one token: hyper_input='pooled'")
+        if cfg.capacity is not None and not (0 < cfg.capacity <= 1 and cfg.strategy == "window"):
+            raise ValueError(f"capacity is a share of the window, above 0 and up to 1, for strategy='window'; not {cfg.capacity}")
+        if cfg.k_margin < 1 or not 0 < cfg.fixed_k <= 1:
+            raise ValueError(f"k_margin must be at least 1 and fixed_k above 0 and up to 1, not {cfg.k_margin} and {cfg.fixed_k}")
+        d, (S,) = cfg.d, cfg.state_shape
+        self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
+        self.state_at = int(cfg.condition != "none")                        # the state's place among them
+        self.embed_state = nn.Linear(S, d)
+        if cfg.condition != "none":
+            self.embed_condition = nn.Linear(1, d)
+        if cfg.use_actions:
+            self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
+        self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
+        self.embed_ln, self.drop = nn.LayerNorm(d), nn.Dropout(cfg.dropout)
+        # NOTE(paper): does not say which of the alternating layers comes first; standard first, as released
+        mixer = [cfg.selection != "none" and (cfg.layers == "all" or i % 2 == 1) for i in range(cfg.n_layer)]
+        self.blocks = nn.ModuleList((MixerLayer if m else StandardLayer)(cfg, self.tokens * cfg.context_len) for m in mixer)
+        self.ln_f, self.head = nn.LayerNorm(d), nn.Linear(d, cfg.act_dim)
+        # NOTE(code): GPT-2's N(0, 0.02) holds inside the blocks only; embeddings and head keep torch's defaults, as released
+        for module in self.blocks.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
+
+    def param_groups(self, weight_decay):
+        """The auxiliary predictors learn apart from the model they watch: at their own rate, without decay, clipped on their own."""
+        aux = [p for name, p in self.named_parameters() if ".aux." in name]
+        rest = [p for name, p in self.named_parameters() if ".aux." not in name]
+        groups = [dict(params=rest, weight_decay=weight_decay, lr_scale=1.0)]
+        return groups + [dict(params=aux, weight_decay=0.0, lr_scale=self.cfg.aux_lr_scale)] if aux else groups
+
+    def hidden(self, states, actions, rewards, rtg, timesteps, mask, rows, acting):
+        """(B, number of rows, d): the last layer at the token positions in the slice rows; and a note from each mixer layer."""
+        cfg, dtype = self.cfg, self.head.weight.dtype
+        time = self.embed_timestep(timesteps.clamp(max=cfg.max_ep_len - 1))                 # (B, K, d)
+        x = [self.embed_state(states.to(dtype))]
+        if cfg.condition != "none":
+            # the reward that led to s_t; the first step of a window has none
+            c = rtg.to(dtype) if cfg.condition == "rtg" else F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))     # (B, K, 1)
+            x.insert(0, self.embed_condition(c))
+        if cfg.use_actions:
+            x.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
+        x = torch.stack([token + time for token in x], 2).flatten(1, 2)                     # (B, L, d): R_1 s_1 a_1 R_2 ...
+        x = self.drop(self.embed_ln(x))
+        if mask is None:
+            mask = torch.ones_like(timesteps, dtype=torch.bool)
+        valid, notes = mask.repeat_interleave(self.tokens, 1), []                           # (B, L)
+        for i, block in enumerate(self.blocks):
+            at = rows if i == cfg.n_layer - 1 else None
+            if isinstance(block, MixerLayer):
+                x, note = block(x, valid, acting, at)
+                notes.append(note)
+            else:
+                x = block(x, at)
+        return self.ln_f(x), notes
+
+    def predict(self, x):
+        y = self.head(x)
+        return y if self.cfg.discrete else torch.tanh(y)
+
+    def run(self, states, actions, rewards, rtg, timesteps, mask=None):
+        """(what forward returns, one note per mixer layer)."""
+        rows = slice(self.state_at, None, self.tokens)
+        x, notes = self.hidden(states, actions, rewards, rtg, timesteps, mask, rows, acting=not self.training)
+        return self.predict(x), notes
+
+    def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
+        """Predict every step's action from what came before it.
+
+        states (B, K, S), actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1), timesteps (B, K) int64, mask (B, K) bool. Returns
+        (B, K, A): actions in [-1, 1], or logits. In training mode tokens are selected with the whole window in view (real tokens only:
+        here mask is read), in evaluation mode as when acting, where a prediction depends on nothing that comes later.
+        """
+        return self.run(states, actions, rewards, rtg, timesteps, mask)[0]
+
+    def loss(self, batch):
+        """(total, log). log["loss"] is Eq. 6: squared error, or cross-entropy if discrete, averaged over the real steps of the batch.
+
+        In training mode the total adds each auxiliary predictor's own loss (Eq. 5), which reaches nothing but that predictor, and
+        k_cost times the share of tokens kept. log has the tokens kept in the mixer layers as kept_1, kept_2, ... (Table 10).
+        """
+        y, notes = self.run(**batch)
+        y = y.float()
+        if self.cfg.discrete:
+            error = F.cross_entropy(y.flatten(0, 1), batch["actions"].flatten(), reduction="none").view(y.shape[:2])    # (B, K)
+        else:
+            error = (y - batch["actions"]).square().mean(-1)                                # (B, K)
+        total = loss = (error * batch["mask"]).sum() / batch["mask"].sum()
+        log = {"loss": loss.detach()}
+        if notes and "aux" in notes[0]:
+            log["aux"] = torch.stack([note["aux"].detach() for note in notes]).mean()
+            log["aux_accuracy"] = torch.stack([note["aux_accuracy"] for note in notes]).mean()
+            total = total + sum(note["aux"] for note in notes)
+        if self.cfg.k_cost and self.training:
+            total = total + self.cfg.k_cost * torch.stack([note["share"] for note in notes]).mean()
+        return total, log | {f"kept_{i}": note["keep"].sum(1).float().mean() for i, note in enumerate(notes, 1)}
+
+    @torch.no_grad()
+    def selected(self, batch):
+        """(mixer layers, B, L) bool: the tokens that forward would select, in the present mode (Fig. 4)."""
+        return torch.stack([note["keep"] for note in self.run(**batch)[1]])
+
+    @torch.no_grad()
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+        """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
+
+        Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
+        """
+        history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
+        at = (history[0].shape[1] - 1) * self.tokens + self.state_at
+        y = self.predict(self.hidden(*history, None, slice(at, at + 1), acting=True)[0])[:, -1]
+        if not self.cfg.discrete:
+            return y
+        return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)
+
+    @classmethod
+    def load(cls, run, which="last", device="cpu"):
+        """(model in eval mode, meta) from a run folder; meta holds all that acting needs besides the weights."""
+        checkpoint = torch.load(Path(run) / f"{which}.pt", map_location=device, weights_only=True)
+        model = cls(Config(**checkpoint["model_config"])).to(device)
+        model.load_state_dict(checkpoint["model"])
+        return model.eval(), checkpoint["meta"]
+
+
+DecisionMixer = Model
+
+
+def unread(cfg):
+    """{input or parameter: why} for what the model is known not to read; the tests hold the model to everything else."""
+    out = {}
+    if cfg.condition != "rtg":
+        out["rtg"] = "condition is not rtg"
+    if cfg.condition != "reward":
+        out["rewards"] = "condition is not reward"
+    if not cfg.use_actions:
+        out["actions"] = "no action tokens"
+    if cfg.k_gradient == "none":
+        out |= {f"blocks.{i}.hyper": "k is rounded without a gradient, as released" for i in range(cfg.n_layer)}
+    return out
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    cfg = Config(d=64, n_layer=2, dropout=0.0)
+    model, B, K = Model(cfg), 8, cfg.context_len
+    batch = dict(states=torch.randn(B, K, *cfg.state_shape), actions=torch.rand(B, K, cfg.act_dim) * 2 - 1, rewards=torch.rand(B, K, 1),
+                 rtg=torch.rand(B, K, 1), timesteps=torch.arange(K).expand(B, K), mask=torch.ones(B, K, dtype=torch.bool))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(101):
+        loss, log = model.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 0:
+            print(f"step {step:3d}  loss {log['loss'].item():.4f}  tokens kept {log['kept_1'].item():.1f} of {model.tokens * K}")

@@ -1,0 +1,319 @@
+"""Collecting: python policies/collect.py NAME makes a set again, offline, from (name, steps, seed).
+
+A learner trusts a result as far as the data under it: these tests say what the sets promise. Run alone:
+pytest tests/test_5_collect.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium_robotics")
+pytest.importorskip("minari")
+from policies import collect as c  # noqa: E402
+
+SCRIPT = Path(c.__file__)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Sets go to a folder of this test alone."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "sets"))
+    return tmp_path / "sets"
+
+
+def load(name, steps, seed=0):
+    """The episodes of a set that has just been collected."""
+    import minari
+
+    return list(minari.load_dataset(c.collect(name, steps, seed, progress=False)))
+
+
+def arrays(episodes):
+    """All numbers of some episodes as one flat vector."""
+    parts = []
+    for e in episodes:
+        observations = list(e.observations.values()) if isinstance(e.observations, dict) else [e.observations]
+        parts += [*observations, e.actions, e.rewards, e.terminations, e.truncations]
+    return np.concatenate([np.ravel(part).astype(np.float64) for part in parts])
+
+
+def returns(episodes):
+    return np.array([e.rewards.sum() for e in episodes])
+
+
+# ---------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize("name", ["pointmaze-umaze", "hopper-medium-replay", "antmaze-umaze"])
+def test_the_same_name_steps_and_seed_give_the_same_bits(name):
+    """A set is a function of three values, so nobody has to pass data around to compare results."""
+    first, again = arrays(load(name, 300)), arrays(load(name, 300))
+    assert np.array_equal(first, again)
+
+
+def test_another_seed_gives_another_set():
+    """Else five seeds would be one seed, five times."""
+    assert not np.array_equal(load("pointmaze-umaze", 300, 0)[0].actions, load("pointmaze-umaze", 300, 1)[0].actions)
+
+
+def test_asking_for_more_keeps_the_episodes_there_were():
+    """Each episode has a generator of its own: a larger set begins with the smaller one."""
+    few, many = load("hopper-medium-replay", 300), load("hopper-medium-replay", 900)
+    assert np.array_equal(arrays(few), arrays(many[: len(few)])) and len(many) > len(few)
+
+
+@pytest.mark.parametrize("name", ["hopper-medium", "hopper-medium-expert", "pointmaze-umaze"])
+@pytest.mark.parametrize("steps", [1, 700])
+def test_a_set_is_whole_episodes_and_at_most_one_more_than_asked(name, steps):
+    """A cut-off last episode would have a wrong return; hundreds of steps too many would be another experiment."""
+    episodes = load(name, steps)
+    lengths = [len(e.rewards) for e in episodes]
+    assert sum(lengths) >= steps > sum(lengths[:-1])
+    for e in episodes:
+        ends = e.terminations | e.truncations
+        assert ends[-1] and not ends[:-1].any()
+
+
+def test_a_fall_is_a_termination_and_the_time_limit_a_truncation():
+    """They differ for whoever bootstraps, so they are stored apart, as the environment says."""
+    fallen, stopped = load("hopper-medium", 1)[0], load("halfcheetah-medium", 1)[0]
+    assert fallen.terminations[-1] and not fallen.truncations[-1]
+    assert stopped.truncations[-1] and not stopped.terminations[-1] and len(stopped.rewards) == 1000
+
+
+def test_an_episode_has_one_observation_more_than_actions():
+    """T + 1 observations, T of everything else; mazes store Dict observations, as their environment gives them."""
+    hopper, ant = load("hopper-medium", 1)[0], load("antmaze-umaze", 1)[0]
+    steps = len(hopper.rewards)
+    assert hopper.observations.shape == (steps + 1, 11) and hopper.actions.shape == (steps, 3)
+    assert {key: value.shape for key, value in ant.observations.items()} == {
+        "observation": (701, 27),
+        "achieved_goal": (701, 2),
+        "desired_goal": (701, 2),
+    }
+    assert hopper.actions.dtype == np.float32 and ant.actions.shape == (700, 8)
+
+
+@pytest.mark.parametrize("name", ["hopper-expert", "walker2d-medium", "halfcheetah-medium", "ant-medium-replay", "pointmaze-umaze"])
+def test_the_stored_actions_played_in_gymnasium_give_the_stored_episode(name):
+    """The environment recovered from the set, put in the stored first state, returns the stored observations and rewards."""
+    import minari
+
+    dataset = minari.load_dataset(c.collect(name, 1, progress=False))
+    episode, env = dataset[0], dataset.recover_environment()
+    rng = np.random.default_rng([0, 0])  # the collector's first number from an episode's generator is its reset seed
+    options = c.FAR.get(name)
+    observation, _ = env.reset(seed=int(rng.integers(2**31)), options=options)
+    maze = isinstance(observation, dict)
+    if maze:
+        Path(env.unwrapped.tmp_xml_file_path).unlink(missing_ok=True)
+    stored = episode.observations["observation"] if maze else episode.observations
+    for t in range(min(len(episode.rewards), 200)):
+        assert np.allclose(observation["observation"] if maze else observation, stored[t], rtol=0, atol=1e-8)
+        observation, reward, terminated, truncated, _ = env.step(episode.actions[t])
+        assert reward == pytest.approx(episode.rewards[t], abs=1e-8)
+        assert (terminated, truncated) == (episode.terminations[t], episode.truncations[t])
+
+
+# ---------------------------------------------------------------- the behaviour
+
+
+def test_the_point_always_reaches_its_goal_and_the_returns_spread():
+    """Success is never the question in this set, only when: what a return-conditioned model can learn from."""
+    episodes = load("pointmaze-umaze", 6000)
+    assert all(e.rewards.max() > 0 for e in episodes)
+    assert returns(episodes).std() > 30
+
+
+def test_one_episode_in_five_runs_the_far_pair():
+    """The task of the evaluation, with its own range of returns to aim at."""
+    episodes, far = load("pointmaze-umaze", 3000), c.FAR["pointmaze-umaze"]
+    centre = {key: np.array([cell[1] - 2.0, 2.0 - cell[0]]) for key, cell in far.items()}  # 5 x 5 cells of 1 m
+    start = np.array([e.observations["achieved_goal"][0] for e in episodes])
+    goal = np.array([e.observations["desired_goal"][0] for e in episodes])
+    pair = (abs(start - centre["reset_cell"]).max(1) <= 0.25) & (abs(goal - centre["goal_cell"]).max(1) <= 0.25)
+    assert len(episodes) == 10 and pair[::5].all() and pair.sum() <= 4
+
+
+@pytest.mark.parametrize("maze", ["umaze", "medium", "large"])
+def test_the_far_pair_is_the_longest_way_of_its_maze(maze):
+    """By breadth-first search from every cell."""
+    made = c.SETS[f"pointmaze-{maze}"]
+    maze_map, far = c.spec_of(made.env, {}, None).kwargs["maze_map"], c.FAR[made.name]
+
+    def steps_to(goal):
+        way, count = c.next_cells(maze_map, goal), {}
+        for cell in way:
+            at, n = cell, 0
+            while way[at] != at:
+                at, n = way[at], n + 1
+            count[cell] = n
+        return count
+
+    longest = max(max(steps_to(goal).values()) for goal in c.next_cells(maze_map, tuple(far["goal_cell"])))
+    assert steps_to(tuple(far["goal_cell"]))[tuple(far["reset_cell"])] == longest
+
+
+def test_the_ant_runs_where_it_is_told():
+    """A quarter turn in the world and the same turn of the ant are the same input: it knows directions only from its heading."""
+    observation = np.random.default_rng(0).standard_normal(27)
+    observation[1:5] /= np.linalg.norm(observation[1:5])
+    w, x, y, z = observation[1:5]
+    s = np.sqrt(0.5)
+    turned = observation.copy()
+    turned[1:5] = s * np.array([w - z, x - y, y + x, z + w])  # (s, 0, 0, s) * quaternion
+    turned[13:15] = -observation[14], observation[13]
+    here, there = c.AntFollower.inputs(observation, 0.3), c.AntFollower.inputs(turned, 0.3 + np.pi / 2)
+    assert here.shape == (29,) and np.allclose(here, there)
+    observation[1:5] = np.cos(0.5), 0, 0, np.sin(0.5)  # upright, heading 1 rad to the left of +x, told to go there
+    inputs = c.AntFollower.inputs(observation, 1.0)
+    assert np.allclose(inputs[1:5], [1, 0, 0, 0]) and np.allclose(inputs[-2:], [1, 0])
+
+
+def test_an_antmaze_set_has_successes_and_failures():
+    """About two episodes of three arrive, all in the one task of the maze; six of the seed 0 show both kinds."""
+    episodes = load("antmaze-umaze", 4200)
+    assert 2 <= sum(e.rewards.max() > 0 for e in episodes) <= 5
+    assert all(np.allclose(e.observations["achieved_goal"][0], [-4, 4], atol=1) for e in episodes)  # cell [1, 1], 4 m cells
+
+
+def test_medium_replay_holds_worse_and_expert_better_than_medium():
+    """The four sets differ in what they are named for."""
+    replay, medium, expert = (returns(load(f"hopper-{kind}", 2500)) for kind in ("medium-replay", "medium", "expert"))
+    assert replay.mean() < medium.mean() < expert.mean()
+    assert replay.std() > 150
+
+
+def test_medium_expert_is_half_and_half():
+    """Half of the transitions, so fewer of the long expert episodes."""
+    episodes = load("halfcheetah-medium-expert", 2000)
+    assert len(episodes) == 2
+    assert returns(episodes)[0] < 9000 < returns(episodes)[1]
+
+
+# ---------------------------------------------------------------- the storing
+
+
+@pytest.mark.parametrize("name", sorted(c.SETS))
+def test_every_name_has_an_id_that_minari_can_parse(name):
+    """And the maze2d names are the pointmaze sets, under the name that carries D4RL's reference scores."""
+    from minari.dataset.minari_dataset import parse_dataset_id
+
+    namespace, rest, version = parse_dataset_id(c.dataset_id(name))
+    assert namespace.startswith("local/") and rest and version == 0 and c.NAMES[name] > 0
+    assert c.dataset_id(name) == c.dataset_id(name.replace("maze2d", "pointmaze"))
+
+
+def test_a_set_says_how_it_was_made():
+    """The record is enough to make it again, whichever of its names was used."""
+    made = c.collect("maze2d-umaze", 300, seed=7, progress=False)
+    assert c.recipe(made) == {"name": "pointmaze-umaze", "steps": 300, "seed": 7, "version": c.VERSION}
+    assert c.recipe("local/hopper/medium-v0") is None
+
+
+def test_a_maze_set_knows_the_environment_to_evaluate_in():
+    """The diverse sets wander; their evaluation has one start and one goal, never moving and never ending an episode."""
+    c.collect("antmaze-umaze-diverse", 1, progress=False)
+    file = Path(os.environ["MINARI_DATASETS_PATH"], "local/antmaze/umaze-diverse-v0/data/metadata.json")
+    made, evaluated = (json.loads(json.loads(file.read_text())[key]) for key in ("env_spec", "eval_env_spec"))
+    for spec in made, evaluated:
+        assert spec["kwargs"]["continuing_task"] is True and spec["kwargs"]["reset_target"] is False
+    assert made["kwargs"]["maze_map"][1][1] == 0
+    assert evaluated["kwargs"]["maze_map"][1][1] == "r" and evaluated["kwargs"]["maze_map"][3][1] == "g"
+
+
+def test_collecting_again_replaces_the_set(folder):
+    """The old set goes only when the new one is whole; nothing else is left in the folder."""
+    load("pointmaze-umaze", 300, 0)
+    assert c.recipe("local/pointmaze/umaze-v0")["seed"] == 0
+    load("pointmaze-umaze", 300, 1)
+    assert c.recipe("local/pointmaze/umaze-v0")["seed"] == 1
+    assert [path.name for path in folder.iterdir()] == ["local"]
+
+
+@pytest.mark.parametrize("where", ["play", "store"])
+def test_a_failed_collection_leaves_the_old_set(where, monkeypatch, folder):
+    """Whether it fails while playing or half-way through writing."""
+    old = arrays(load("pointmaze-umaze", 300, 0))
+    before = getattr(c, where)
+
+    def fails(*args):
+        before(*args)
+        raise RuntimeError("no more disk")
+
+    monkeypatch.setattr(c, where, fails)
+    with pytest.raises(RuntimeError, match="no more disk"):
+        c.collect("pointmaze-umaze", 300, 1, progress=False)
+    import minari
+
+    assert np.array_equal(old, arrays(minari.load_dataset("local/pointmaze/umaze-v0")))
+    assert [path.name for path in folder.iterdir()] == ["local"]
+
+
+def test_a_killed_collection_leaves_the_old_set():
+    """kill -9 runs no clean-up: what is half done must be where Minari doesn't look."""
+    import minari
+
+    old = arrays(load("pointmaze-umaze", 300, 0))
+    killed = """if True:
+        import os
+        from policies import collect as c
+        store = c.store
+        c.store = lambda *args: (store(*args), os.kill(os.getpid(), 9))  # written, but not yet in its place
+        c.collect("pointmaze-umaze", 300, 1)"""
+    run = subprocess.run([sys.executable, "-c", killed], cwd=SCRIPT.parent.parent, capture_output=True)
+    assert run.returncode == -9
+    assert list(minari.list_local_datasets()) == ["local/pointmaze/umaze-v0"]
+    assert np.array_equal(old, arrays(minari.load_dataset("local/pointmaze/umaze-v0")))
+
+
+def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
+    """gymnasium-robotics leaves an XML file per maze; another program's files are not ours to remove."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "ant_maze1.xml").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    c.collect("pointmaze-umaze", 1, progress=False)
+    c.collect("antmaze-umaze", 1, progress=False)
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["ant_maze1.xml"]
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_a_wrong_name_names_the_nearest(capsys):
+    """Exit code 2 and one line, not a traceback."""
+    assert c.main(["hopper-medum"]) == 2
+    assert "nearest names are: hopper-medium" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="hopper-medium"):
+        c.dataset_id("hopper-medum")
+
+
+@pytest.mark.parametrize("steps", [0, -5])
+def test_less_than_one_step_is_refused(steps):
+    """An empty set loads, and fails much later."""
+    with pytest.raises(ValueError, match="at least 1"):
+        c.collect("pointmaze-umaze", steps)
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch, capsys):
+    """Not after five minutes of physics."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "file" / "sets"))
+    monkeypatch.setattr(c, "play", None)
+    assert c.main(["pointmaze-umaze", "--steps", "1"]) == 2
+    assert "MINARI_DATASETS_PATH" in capsys.readouterr().err
+
+
+def test_progress_is_silent_when_told_so(capfd):
+    """A notebook that collects inside a loop wants no bars."""
+    c.collect("pointmaze-umaze", 300, progress=False)
+    assert "pointmaze" not in capfd.readouterr().err
+    c.collect("pointmaze-umaze", 300)
+    assert "pointmaze" in capfd.readouterr().err

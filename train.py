@@ -1,0 +1,669 @@
+"""Train a model on a data set, evaluate it, and leave a run folder that eval.py and Model.load can use alone.
+
+    python train.py                                              dt on pointmaze-umaze, collected on the spot
+    python train.py --model dt --env hopper-medium               any model of models/, any environment of 'python data.py list'
+    python train.py --env minari:my/set-v0                       a Minari set of your own
+    python train.py --show | --bench 200 | --resume | --seeds 0 1 2
+
+Every field of TrainConfig and of the model's Config is a flag. A value comes from the first of: command line, the "small" preset
+(--size small, the default without a GPU), the environment's preset, its family's, "*", the field's default; --show says which.
+"""
+import argparse
+import csv
+import dataclasses
+import importlib
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import data
+from data import UserError, Windows, nearest
+from eval import evaluate, load_run, pick_device, plot_targets, rank_correlation, table
+
+MODELS = sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))
+
+
+@dataclass
+class TrainConfig:
+    model: str = "dt"
+    env: str = "pointmaze-umaze"
+    source: typing.Literal["auto", "minari", "d4rl", "dqn", "local"] = "auto"
+    data: str = ""                          # folder of the data: a Minari root, or HDF5 files
+    size: typing.Literal["auto", "paper", "small"] = "auto"     # auto: paper on a GPU, small elsewhere
+    seed: int = 0
+    steps: int = 100_000                    # gradient updates
+    batch_size: int = 64
+    lr: float = 1e-4
+    betas: tuple[float, ...] = (0.9, 0.999)
+    weight_decay: float = 1e-4
+    warmup: int = 10_000                    # updates over which the learning rate rises linearly
+    schedule: typing.Literal["constant", "cosine"] = "constant"     # cosine: to 0 at the last step
+    clip: float = 0.25                      # largest gradient norm
+    pct_traj: float = 1.0                   # train on the best episodes that hold this fraction of the data
+    rtg_scale: float | None = None          # None: the environment's
+    reward_scale: float = 1.0
+    targets: tuple[float, ...] | None = None    # raw returns to ask for; None: five between the data's 5th and 95th percentile
+    eval_episodes: int = 10                 # per target; 0: no evaluation, and no environment is made
+    eval_every: int | None = None           # None: four times a run; 0: at the end only
+    sample: bool = False                    # discrete actions are drawn while evaluating, not the likeliest taken
+    device: str = "auto"
+    amp: bool = True                        # CUDA: bfloat16 autocast
+    graph: bool = True                      # CUDA: the whole step as one graph
+    compile: bool = False                   # torch.compile
+    out: str = "runs"
+    run: str = ""                           # name of the run's folder in out; default: model-env-sSEED, numbered if taken
+
+
+# --------------------------------------------------------------------------- settings
+
+def settings(given, device="auto"):
+    """(TrainConfig, values of the model's Config, {name: where it came from}) for the fields in given, on top of the presets."""
+    name = given.get("model", TrainConfig.model)
+    if name not in MODELS:
+        raise UserError(f"no model is called {name!r}; {nearest(name, MODELS)}")
+    module = importlib.import_module(f"models.{name}")
+    fields = {f.name: f for f in (*dataclasses.fields(TrainConfig), *dataclasses.fields(module.Config))}
+    for key in given:
+        if key not in fields:
+            raise UserError(f"{name} has no setting {key!r}; {nearest(key, fields)}")
+    env = given.get("env", TrainConfig.env)
+    size = given.get("size", "auto")
+    if size == "auto":
+        size = "paper" if pick_device(given.get("device", device)).type == "cuda" else "small"
+    keys = ["*"] + ([] if env.startswith("minari:") else [data.get_env(env).family, env]) + (["small"] if size == "small" else [])
+    value = {k: f.default for k, f in fields.items()}
+    origin = dict.fromkeys(value, "default")
+    for source, new in [(f'preset "{key}"', module.PRESETS.get(key, {})) for key in keys] + [("command line", given)]:
+        value |= new
+        origin |= dict.fromkeys(new, source)
+    value["size"] = size
+    if "env" not in given and "source" not in given:
+        value["source"], origin["source"] = "local", "default without --env"
+    cfg = TrainConfig(**{f.name: value.pop(f.name) for f in dataclasses.fields(TrainConfig)})
+    for key in ("steps", "batch_size", "lr", "clip", "reward_scale"):
+        if not getattr(cfg, key) > 0:
+            raise UserError(f"--{key} must be above 0, not {getattr(cfg, key)}")
+    if not 0 < cfg.pct_traj <= 1:
+        raise UserError(f"--pct_traj must be above 0 and at most 1, not {cfg.pct_traj}")
+    if min(cfg.eval_episodes, cfg.eval_every or 0, cfg.warmup) < 0 or not (cfg.rtg_scale is None or cfg.rtg_scale > 0):
+        raise UserError("--eval_episodes, --eval_every and --warmup must not be negative, and --rtg_scale must be above 0")
+    if value["context_len"] < 1 or value["n_layer"] < 1 or value["d"] % value["n_head"]:
+        raise UserError(f"--context_len and --n_layer must be at least 1, and --d {value['d']} a multiple of --n_head {value['n_head']}")
+    return cfg, value, origin
+
+
+def build_model(cfg, values, origin, state_dim, act_dim, discrete, max_ep_len, goal_dim):
+    """The model, its sizes taken from the data; seeded, so that the same seed gives the same weights."""
+    facts = dict(state_shape=(state_dim,), act_dim=act_dim, discrete=discrete, max_ep_len=max_ep_len, goal_dim=goal_dim)
+    for key, x in facts.items():
+        if key != "max_ep_len" or origin[key] == "default":     # a paper may ask for a longer timestep table
+            values[key], origin[key] = x, "data"
+    module = importlib.import_module(f"models.{cfg.model}")
+    torch.manual_seed(cfg.seed)
+    try:
+        return module.Model(module.Config(**values))
+    except ValueError as e:
+        raise UserError(str(e)) from e
+
+
+def describe(cfg, values, origin):
+    """The settings, one line for each place they come from."""
+    groups = {}
+    for key, x in (dataclasses.asdict(cfg) | values).items():
+        groups.setdefault(origin.get(key, "default"), []).append(f"{key}={x}")
+    return "\n".join(f"  {source}: {' '.join(items)}" for source, items in groups.items())
+
+
+def counters(model, values):
+    """{"params", "mixer_params", "macs"}: all parameters, those of the token mixers, multiply-accumulates to predict one window's actions."""
+    from torch.utils.flop_counter import FlopCounterMode
+    device, K, A = next(model.parameters()).device, values["context_len"], values["act_dim"]
+    batch = dict(states=torch.zeros(1, K, *values["state_shape"]), actions=torch.zeros(1, K, dtype=torch.int64) if values["discrete"] else torch.zeros(1, K, A),
+                 rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1), timesteps=torch.arange(K)[None], mask=torch.ones(1, K, dtype=torch.bool))
+    was_training = model.training
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        model.eval()(**{k: x.to(device) for k, x in batch.items()})
+    model.train(was_training)
+    return dict(params=sum(p.numel() for p in model.parameters()),
+                mixer_params=sum(p.numel() for name, p in model.named_parameters() if ".mixer." in name), macs=flops.get_total_flops() // 2)
+
+
+# --------------------------------------------------------------------------- one training step
+
+def learning_rate(cfg, step):
+    """The learning rate of update step (from 0): linear warm-up, then constant or a half cosine down to 0."""
+    warm = min(1.0, (step + 1) / max(1, cfg.warmup))
+    if cfg.schedule == "constant":
+        return cfg.lr * warm
+    p = min(1.0, max(0.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)))      # clamped: unclamped, the rate climbs again
+    return cfg.lr * warm * 0.5 * (1 + math.cos(math.pi * p))
+
+
+def make_optimizer(model, cfg, device):
+    groups = (model.param_groups(cfg.weight_decay) if hasattr(model, "param_groups")
+              else [dict(params=list(model.parameters()), weight_decay=cfg.weight_decay)])
+    cuda = device.type == "cuda"
+    # the rate is a tensor on CUDA, so that a captured graph reads today's value and not the one of its capture
+    groups = [dict(g, lr=torch.tensor(cfg.lr, device=device) if cuda else cfg.lr) for g in groups]
+    return torch.optim.AdamW(groups, betas=tuple(cfg.betas), fused=True, capturable=cuda)
+
+
+def set_learning_rate(optimizer, value):
+    for group in optimizer.param_groups:
+        lr = value * group.get("lr_scale", 1.0)
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def make_step(model, windows, optimizer, cfg, generator):
+    """A function that makes one update (sample, forward, backward, clip, AdamW) and returns the model's log of tensors."""
+    device = windows.table.device
+    loss_of = torch.compile(model.loss) if cfg.compile else model.loss
+
+    def step():
+        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and device.type == "cuda"):
+            loss, log = loss_of(windows.sample(cfg.batch_size, generator))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], cfg.clip)
+        optimizer.step()
+        return log
+
+    if device.type != "cuda" or not cfg.graph:
+        return step
+    try:
+        return capture(step, model, optimizer, generator)
+    except Exception as e:      # whatever cannot be captured still runs, slower
+        print(f"the step does not fit a CUDA graph ({type(e).__name__}: {str(e).splitlines()[0]}); it runs without")
+        return step
+
+
+def capture(step, model, optimizer, generator):
+    """The step as one CUDA graph. Warming up must not count as training: weights, optimiser and generators are put back."""
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = {k: {n: x.clone() if torch.is_tensor(x) else x for n, x in s.items()} for k, s in optimizer.state.items()}
+    noise, cuda_noise = generator.get_state(), torch.cuda.get_rng_state()
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(generator)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            log = step()
+    finally:
+        torch.cuda.synchronize()
+        model.load_state_dict(weights)
+        for p, s in optimizer.state.items():    # in place: the graph holds these very tensors
+            for n, x in s.items():
+                x.copy_(moments[p][n]) if p in moments else x.zero_()
+        generator.set_state(noise)
+        torch.cuda.set_rng_state(cuda_noise)
+
+    def replay():
+        graph.replay()
+        return log
+    return replay
+
+
+# --------------------------------------------------------------------------- run folder
+
+def run_folder(cfg, resume):
+    """The folder of this run: new and empty, or the newest of its name to resume."""
+    name = cfg.run or f"{cfg.model}-{cfg.env.replace('minari:', '').replace('/', '-')}-s{cfg.seed}"
+    out = Path(cfg.out).expanduser()
+    taken = [p for p in [out / name, *sorted(out.glob(f"{name}-[0-9]*"), key=lambda p: (len(p.name), p.name))] if p.is_dir()]
+    if resume:
+        if not taken or not (taken[-1] / "last.pt").exists():
+            raise UserError(f"nothing to resume: {out / name} holds no checkpoint")
+        return taken[-1]
+    try:
+        for number in range(1, 10_000):
+            folder = out / (name if number == 1 else f"{name}-{number}")
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                continue
+    except OSError as e:
+        raise UserError(f"cannot write to {out} ({e}); choose another folder with --out") from e
+    raise UserError(f"{out} is full of runs called {name}")
+
+
+def write_atomically(path, write):
+    """write(temporary path), then rename: a killed process leaves the old file or the new one, never half of one."""
+    part = path.with_name(path.name + ".part")
+    try:
+        write(part)
+        os.replace(part, path)
+    except (OSError, RuntimeError) as e:        # torch.save reports a full disk as RuntimeError
+        part.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path} ({e}); nothing was lost up to the last checkpoint") from e
+
+
+class Log:
+    """log.csv: a row for each logged step, and one for each (step, target) of an evaluation. No clock in it: a resumed run writes the same file."""
+    COLUMNS = ["step", "model", "env", "dataset", "source", "seed", "lr", "loss", "checkpoint", "start", "target", "episodes",
+               "return_mean", "return_std", "score", "success", "length", "abs_error", "error_of_mean"]
+
+    def __init__(self, path, meta, extra=()):
+        self.path, self.columns = path, self.COLUMNS + [k for k in extra if k not in self.COLUMNS]
+        self.common = dict(model=meta["model"], env=meta["env"], dataset=meta["dataset"], source=meta["source"], seed=meta["seed"])
+        self.rows = []
+
+    def resume(self, step):
+        with open(self.path, newline="") as f:
+            self.rows = [row for row in csv.DictReader(f) if int(row["step"]) <= step and row["checkpoint"] in ("", "now")]
+        self.write()
+
+    def add(self, **row):
+        self.rows.append({k: v for k, v in (self.common | row).items() if k in self.columns})
+
+    def write(self):
+        def dump(path):
+            with open(path, "w", newline="") as f:
+                out = csv.DictWriter(f, self.columns)
+                out.writeheader()
+                out.writerows(self.rows)
+        write_atomically(self.path, dump)
+
+
+def plot_curve(rows, path):
+    """Loss, and the return of each target, against updates."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    loss = [(int(r["step"]), float(r["loss"])) for r in rows if r.get("loss") not in (None, "")]
+    left.semilogy(*zip(*loss, strict=True), color="0.2")
+    left.set(xlabel="update", ylabel="loss")
+    played = [r for r in rows if r.get("checkpoint") == "now"]
+    for target in sorted({float(r["target"]) for r in played}):
+        at = [(int(r["step"]), float(r["return_mean"])) for r in played if float(r["target"]) == target]
+        right.plot(*zip(*at, strict=True), "o-", label=f"{target:.0f}")
+    right.set(xlabel="update", ylabel="achieved return")
+    if played:
+        right.legend(title="target", fontsize=8)
+    for ax in (left, right):
+        ax.grid(alpha=0.3)
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+# --------------------------------------------------------------------------- training
+
+def prepare(cfg, values, origin, trajectories=None):
+    """(model, windows, meta) on the device. meta is all that acting needs besides the weights, in tensors and plain Python."""
+    device = pick_device(cfg.device)
+    goal = values.get("goal", "none") != "none"
+    t = data.load(cfg.env, cfg.source, cfg.data, goal) if trajectories is None else trajectories
+    env = data.ENVS.get(cfg.env)
+    if cfg.pct_traj < 1:
+        t = t.top(cfg.pct_traj)
+    goal_dim = t.goals.shape[1] if goal and t.goals is not None else 0
+    act_dim = t.n_actions or t.actions.shape[1]
+    model = build_model(cfg, values, origin, t.states.shape[1] + goal_dim, act_dim, t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
+    rtg_scale = cfg.rtg_scale or (env.rtg_scale if env and trajectories is None else max(1.0, float(t.returns.abs().max())))
+    windows = Windows(t, values["context_len"], device, rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
+    meta = dict(model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=t.env_spec, layout=t.layout, goal=goal_dim > 0,
+                state_mean=windows.mean, state_std=windows.std, rtg_scale=rtg_scale, reward_scale=cfg.reward_scale, max_ep_len=values["max_ep_len"],
+                act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
+                ref=env.ref if env else None, starts=env.starts if env else {"random": None}, sample=cfg.sample, seed=cfg.seed, step=0)
+    return model, windows, meta, t
+
+
+def choose_targets(cfg, origin, meta, trajectories, envs):
+    """Write headline and plan into meta: which returns to ask for, from which starts, how many episodes each."""
+    t, returns, share = trajectories, trajectories.returns.double().numpy(), 95
+    starts = list(meta["starts"])
+    if "far" in starts and t.goals is not None:
+        # from anywhere, the distance to the goal decides the return; from the far pair, the agent's speed does
+        maze, pair = envs[0].unwrapped.maze, meta["starts"]["far"]
+        near = torch.ones(len(t.lengths), dtype=torch.bool)
+        for x, cell in ((t.states, pair["reset_cell"]), (t.goals, pair["goal_cell"])):
+            near &= (x[t.starts[:-1], :2] - torch.as_tensor(maze.cell_rowcol_to_xy(np.array(cell)), dtype=torch.float32)).abs().amax(1) < 0.5 * maze.maze_size_scaling
+        if near.sum() >= 10:
+            returns, share = returns[near.numpy()], 80
+    asked = cfg.targets and (origin["targets"] == "command line" or meta["source"] == "d4rl")      # a paper's targets hold for the paper's data
+    targets = list(cfg.targets) if asked else np.linspace(*np.percentile(returns, [5, 95]), 5).tolist()
+    meta["headline"] = targets[0] if asked else targets[-1] if share == 95 else float(np.percentile(returns, share))
+    meta["plan"] = [(s, x, cfg.eval_episodes) for s in starts for x in dict.fromkeys(targets)]
+    if meta["headline"] not in targets:
+        meta["plan"].insert(0, (starts[0], meta["headline"], 5 * cfg.eval_episodes))
+    return f"targets {', '.join(f'{x:.1f}' for x in targets)}; headline {meta['headline']:.1f} ({'as asked' if asked else f'{share}th percentile' + (' of the far pair' if share == 80 else '')})"
+
+
+def train(trajectories=None, resume=False, **given):
+    """Train and evaluate one run; the settings are those of the command line. Returns {"run", "rows", "best_rows", "meta", "seconds"}.
+
+    trajectories: a Trajectories of your own in place of the environment's data.
+    """
+    began = time.time()
+    cfg, values, origin = settings(given)
+    model, windows, meta, t = prepare(cfg, values, origin, trajectories)
+    device = windows.table.device
+    generator = torch.Generator(device).manual_seed(cfg.seed)       # draws batches and nothing else
+    optimizer = make_optimizer(model, cfg, device)
+    folder = run_folder(cfg, resume)
+    envs, note = [], "no evaluation"
+    if cfg.eval_episodes and meta["env_spec"] is not None:
+        envs.append(data.make_env(meta["env_spec"]))
+        note = choose_targets(cfg, origin, meta, t, envs)
+    else:
+        meta |= dict(headline=None, plan=[])
+    print(f"{cfg.model} on {meta['env']}, {sum(p.numel() for p in model.parameters()):,} parameters; {cfg.steps:,} updates of {cfg.batch_size} windows of "
+          f"{values['context_len']} steps; {device}" + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else f" ({torch.cuda.get_device_name()})"))
+    print(t.summary() + f"\n{note}\nsettings\n{describe(cfg, values, origin)}\n{folder}", flush=True)
+    fingerprint = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}
+
+    done, best, sums, count = 0, None, {}, 0
+    model.train()
+    if resume:
+        try:
+            checkpoint = torch.load(folder / "last.pt", map_location=device, weights_only=True)
+        except Exception as e:
+            raise UserError(f"{folder / 'last.pt'} cannot be read ({type(e).__name__})") from e
+        old = checkpoint["settings"]
+        changed = [f"{k}: {old.get(k)} then, {x} now" for k, x in fingerprint.items() if old.get(k) != x]
+        if changed:
+            raise UserError(f"{folder} was started with other settings and cannot go on with these: {'; '.join(changed)}")
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        generator.set_state(checkpoint["generator"].cpu())
+        torch.set_rng_state(checkpoint["torch_rng"].cpu())
+        if device.type == "cuda" and checkpoint["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu())
+        done, best, sums, count = (checkpoint[k] for k in ("step", "best", "sums", "count"))
+        print(f"resuming after update {done:,}")
+    log = Log(folder / "log.csv", meta, checkpoint["columns"] if resume else ())
+    if resume:
+        log.resume(done)
+
+    def save(which="last", **more):
+        meta["step"] = done
+        content = dict(model=model.state_dict(), model_config=dict(values), settings=fingerprint, meta=meta, step=done, **more)
+        write_atomically(folder / f"{which}.pt", lambda path: torch.save(content, path))
+
+    def save_all():
+        log.write()
+        save(optimizer=optimizer.state_dict(), generator=generator.get_state(), torch_rng=torch.get_rng_state(), best=best, sums=sums, count=count,
+             columns=log.columns, cuda_rng=torch.cuda.get_rng_state() if device.type == "cuda" else None)
+
+    def play(plan, checkpoint):
+        rows = evaluate(model, meta, plan, cfg.seed, envs, cfg.sample)
+        for row in rows:
+            log.add(step=done, checkpoint=checkpoint, **row)
+        return rows
+
+    step = make_step(model, windows, optimizer, cfg, generator)
+    log_every, save_every = max(1, cfg.steps // 100), max(1, cfg.steps // 20)
+    eval_every = max(1, cfg.steps // 4) if cfg.eval_every is None else cfg.eval_every
+    quick = [(s, x, min(n, 10)) for s, x, n in meta["plan"] if s == list(meta["starts"])[-1]]        # what evaluations on the way play
+    stop = Stopper()
+    bar = tqdm(total=cfg.steps, initial=done, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+    started, first = time.time(), done
+    with stop, bar:
+        while done < cfg.steps and not stop.asked:
+            lr = learning_rate(cfg, done)
+            set_learning_rate(optimizer, lr)
+            terms = step()
+            for k, x in terms.items():
+                sums[k] = sums[k] + x if k in sums else x.clone()
+            count += 1
+            done += 1
+            bar.update()
+            if done - first == 20 and bar.disable:
+                print(f"about {(time.time() - started) / 20 * (cfg.steps - done) / 60:.1f} minutes to train", flush=True)
+            if done % log_every == 0 or done == cfg.steps:
+                mean = {k: float(x) / count for k, x in sums.items()}
+                if not math.isfinite(mean["loss"]):
+                    raise UserError(f"the loss is {mean['loss']} at update {done}; training has diverged (a smaller --lr may help). The checkpoint before it is kept")
+                log.columns += [k for k in mean if k not in log.columns]
+                log.add(step=done, lr=lr, **mean)
+                sums, count = {}, 0
+                bar.set_postfix(loss=f"{mean['loss']:.4f}")
+                if bar.disable and done % (10 * log_every) == 0:
+                    print(f"update {done:6,}  loss {mean['loss']:.4f}  {(done - first) / (time.time() - started):.1f} updates/s", flush=True)
+            if quick and eval_every and done % eval_every == 0 and done < cfg.steps:
+                rows = play(quick, "now")
+                value = quality(rows, meta)
+                if best is None or value > best:
+                    best = value
+                    save("best")
+            if done % save_every == 0 and done < cfg.steps or stop.asked:
+                save_all()
+    if stop.asked and done < cfg.steps:
+        print(f"stopped after update {done:,}; the same command with --resume goes on", flush=True)
+        sys.exit(130)
+    trained = time.time() - started
+    save_all()
+    result = dict(run=folder, rows=[], best_rows=[], meta=meta, seconds=time.time() - began)
+    if meta["plan"]:
+        rows = result["rows"] = play(meta["plan"], "now")
+        value = quality(rows, meta)
+        if best is None or value >= best:
+            best = value
+            save("best")
+        title = f"{cfg.model} on {meta['env']} ({meta['env_spec']['id'] if isinstance(meta['env_spec'], dict) else 'its own environment'}), data {meta['dataset']} ({meta['source']}), seed {cfg.seed}"
+        text = f"{title}\nlast checkpoint (update {done:,})\n{table(rows, meta['headline'])}"
+        best_model, best_meta = load_run(folder, "best", device)
+        if best_meta["step"] != done:
+            plan = [p for p in meta["plan"] if p[1] == meta["headline"]][:1]
+            result["best_rows"] = evaluate(best_model, meta, plan, cfg.seed, envs, cfg.sample)
+            for row in result["best_rows"]:
+                log.add(step=best_meta["step"], checkpoint="best", **row)
+            text += f"\nbest checkpoint (update {best_meta['step']:,}, chosen by its evaluations on the way)\n{table(result['best_rows'], meta['headline'])}"
+        else:
+            text += "\nthe best checkpoint is the last"
+        result["seconds"] = time.time() - began
+        text += f"\ntrained in {trained:.0f} s, {result['seconds']:.0f} s in all"
+        print("\n" + text)
+        write_atomically(folder / "table.txt", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        plot_targets(rows, folder / "targets.png", f"{cfg.model} on {meta['env']}, {meta['source']} data")
+    log.write()
+    save_all()
+    plot_curve(log.rows, folder / "curve.png")
+    print(f"{folder}: log.csv, curve.png" + (", targets.png, table.txt" if meta["plan"] else "") + f"; again with: python eval.py {folder}")
+    return result
+
+
+def quality(rows, meta):
+    """What "best" is chosen by: success where there is one, then the return, from the last start at the target nearest the headline."""
+    row = min((r for r in rows if r["start"] == list(meta["starts"])[-1]), key=lambda r: abs(r["target"] - meta["headline"]))
+    return [row["success"] or 0.0, row["return_mean"]]
+
+
+class Stopper:
+    """Ctrl-C and kill let the current update finish and a checkpoint be written; a second Ctrl-C ends at once."""
+
+    def __init__(self):
+        self.asked, self.old = False, {}
+
+    def ask(self, number, frame):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __enter__(self):
+        try:
+            self.old = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:      # not the main thread: whoever runs us handles signals
+            pass
+        return self
+
+    def __exit__(self, *_):
+        for s, handler in self.old.items():
+            signal.signal(s, handler)
+
+
+def seeds_table(results):
+    """Mean over seeds and its 95 % interval (Student's t) of each row, as text."""
+    t95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
+    n = len(results)
+    t = t95[n - 2] if 2 <= n <= 10 else 1.96
+    lines = [f"{n} seeds: mean ± 95 % interval", f"{'start':8s} {'target':>15s} {'return':>18s} {'score':>15s} {'success':>17s} {'|target - achieved|':>20s}"]
+
+    def cell(x, digits=1):
+        return "-" if None in x else f"{np.mean(x):.{digits}f} ± {t * np.std(x, ddof=1) / math.sqrt(n) if n > 1 else math.nan:.{digits}f}"
+    for group in zip(*(r["rows"] for r in results), strict=True):
+        column = {k: [row[k] for row in group] for k in ("target", "return_mean", "score", "success", "abs_error")}
+        lines.append(f"{group[0]['start']:8s} {cell(column['target']):>15s} {cell(column['return_mean']):>18s} {cell(column['score']):>15s} {cell(column['success']):>17s} {cell(column['abs_error']):>20s}")
+    for start in dict.fromkeys(row["start"] for row in results[0]["rows"]):
+        per_seed = []
+        for r in results:
+            rows = [row for row in r["rows"] if row["start"] == start]
+            per_seed.append(rank_correlation(np.repeat([x["target"] for x in rows], [x["episodes"] for x in rows]), np.concatenate([x["returns"] for x in rows])))
+        if not np.isnan(per_seed).any():
+            lines.append(f"{start} start: rank correlation {cell(per_seed, 2)}")
+    return "\n".join(lines)
+
+
+def bench(updates, given):
+    """Time whole updates, batch sampling included, on random data of the environment's shape; the last line printed is JSON."""
+    cfg, values, origin = settings(given)
+    env, g = data.get_env(cfg.env), np.random.default_rng(0)
+    E = -(-200_000 // env.max_ep_len)
+    N = E * env.max_ep_len
+    t = data.Trajectories(g.standard_normal((N, env.state_dim), np.float32), g.uniform(-1, 1, (N, env.act_dim)).astype(np.float32), g.standard_normal(N, np.float32),
+                          [env.max_ep_len] * E, goals=g.standard_normal((N, env.goal_dim), np.float32) if env.goal_dim else None, max_ep_len=env.max_ep_len)
+    model, windows, _, _ = prepare(cfg, values, origin, t)
+    device = windows.table.device
+    numbers = counters(model, values)
+    model.train()
+    optimizer = make_optimizer(model, cfg, device)
+    set_learning_rate(optimizer, cfg.lr)
+    step = make_step(model, windows, optimizer, cfg, torch.Generator(device).manual_seed(cfg.seed))
+    cuda = device.type == "cuda"
+    for _ in range(min(20, updates)):
+        step()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(updates):
+        begin = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    ms = float(np.median(times))
+    peak = torch.cuda.max_memory_reserved() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    print(describe(cfg, values, origin))
+    print(json.dumps(dict(model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **numbers, peak_mib=round(peak), batch_size=cfg.batch_size,
+                          context_len=values["context_len"], device=torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads", torch=torch.__version__)))
+
+
+def show(given):
+    """Print every setting and where it came from, and the size of the model."""
+    cfg, values, origin = settings(given)
+    if cfg.env in data.ENVS:
+        env = data.ENVS[cfg.env]
+        goal_dim = env.goal_dim if values.get("goal", "none") != "none" else 0
+        model = build_model(cfg, values, origin, env.state_dim + goal_dim, env.act_dim, False, env.max_ep_len, goal_dim)
+        if cfg.rtg_scale is None:
+            cfg.rtg_scale, origin["rtg_scale"] = env.rtg_scale, "environment"
+    for key, x in (dataclasses.asdict(cfg) | values).items():
+        print(f"{key:16s} {str(x):28s} {origin.get(key, 'default')}")
+    if cfg.env in data.ENVS:
+        print(", ".join(f"{x:,} {k}" for k, x in counters(model, values).items()))
+
+
+# --------------------------------------------------------------------------- command line
+
+def convert(kind, text):
+    """A flag's text as its field's type."""
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+        return text.lower() in ("true", "1", "yes")
+    if text.lower() == "none":
+        return None
+    return kind(text.replace("_", "")) if kind is int else kind(text)
+
+
+def parse(argv):
+    """(options of the command, {field: value}) from the command line; flags are made from the dataclasses' fields."""
+    model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    model.add_argument("--model", default=TrainConfig.model)
+    name = model.parse_known_args(argv)[0].model
+    if name not in MODELS:
+        raise UserError(f"no model is called {name!r}; {nearest(name, MODELS)}")
+    module = importlib.import_module(f"models.{name}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--show", action="store_true", help="print every setting and where it came from, and stop")
+    parser.add_argument("--bench", type=int, metavar="N", help="time N updates; no evaluation")
+    parser.add_argument("--resume", action="store_true", help="go on with the newest run of these settings")
+    parser.add_argument("--seeds", type=int, nargs="+", help="train one run for each seed and print one table")
+    parser.add_argument("--no-goal", "--no_goal", dest="goal", action="store_const", const="none", help="mazes: hide the goal from the model")
+    for config in (TrainConfig, module.Config):
+        hints = typing.get_type_hints(config)
+        group = parser.add_argument_group(f"{config.__module__}.{config.__name__}")
+        for f in dataclasses.fields(config):
+            kind, args = hints[f.name], {}
+            options = [a for a in typing.get_args(kind) if a is not type(None)]
+            if typing.get_origin(kind) is typing.Literal:
+                args = dict(choices=options)
+            else:
+                if type(None) in typing.get_args(kind):
+                    kind = options[0]
+                if typing.get_origin(kind) is tuple:
+                    args, kind = dict(nargs="+"), typing.get_args(kind)[0]
+                elif kind is bool:
+                    args = dict(nargs="?", const=True)
+                args["type"] = lambda text, kind=kind: convert(kind, text)
+                args["metavar"] = kind.__name__.upper()
+            names = dict.fromkeys(["--" + f.name, "--" + f.name.replace("_", "-")])
+            group.add_argument(*names, dest=f.name, help=f"default {f.default}", **args)
+    flags = [s for a in parser._actions for s in a.option_strings]
+
+    def error(message):
+        raise UserError(message)
+    parser.error = error
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        raise UserError(f"{name} has no flag {word}; {nearest(word, flags)}" if word.startswith("-") else f"what is {word!r}? Settings are given as --name value")
+    given = {k: tuple(v) if isinstance(v, list) and k != "seeds" else v for k, v in vars(args).items()}
+    options = {k: given.pop(k, None) for k in ("show", "bench", "resume", "seeds")}
+    return options, given
+
+
+def main():
+    options, given = parse(sys.argv[1:])
+    torch.set_float32_matmul_precision("high")
+    if options["show"]:
+        show(given)
+    elif options["bench"] is not None:
+        if options["bench"] < 1:
+            raise UserError("--bench needs a number of updates")
+        bench(options["bench"], given)
+    elif options["seeds"]:
+        results = [train(resume=bool(options["resume"]), **given | {"seed": s}) for s in options["seeds"]]
+        if results[0]["rows"]:
+            print("\n" + seeds_table(results))
+    else:
+        train(resume=bool(options["resume"]), **given)
+
+
+if __name__ == "__main__":
+    data.run_command(main)
