@@ -8,7 +8,11 @@
 N transitions, E episodes, S state size, A action size, G goal size, B batch, K context steps.
 """
 import argparse
+import contextlib
+import copy
 import difflib
+import io
+import json
 import os
 import sys
 import warnings
@@ -49,8 +53,9 @@ ENVS: dict[str, Env] = {}
 
 # Reference returns: D4RL (Fu et al., 2020), its infos.py; they are the same for every version of an environment.
 # Return scale 1000: the released Decision Transformer. S of ant: the first 27 numbers; contact forces (D4RL 111, v5 105) are left out.
-for _family, _id, _S, _A, _ref in [("hopper", "Hopper-v5", 11, 3, (-20.272305, 3234.3)), ("halfcheetah", "HalfCheetah-v5", 17, 6, (-280.178953, 12135.0)),
-                                   ("walker2d", "Walker2d-v5", 17, 6, (1.629008, 4592.3)), ("ant", "Ant-v5", 27, 8, (-325.6, 3879.7))]:
+for _family, _id, _S, _A, _ref in [
+        ("hopper", "Hopper-v5", 11, 3, (-20.272305, 3234.3)), ("halfcheetah", "HalfCheetah-v5", 17, 6, (-280.178953, 12135.0)),
+        ("walker2d", "Walker2d-v5", 17, 6, (1.629008, 4592.3)), ("ant", "Ant-v5", 27, 8, (-325.6, 3879.7))]:
     for _level in ("medium", "medium-replay", "medium-expert", "expert"):
         ENVS[f"{_family}-{_level}"] = Env(
             _family, _id, _S, _A, 1000, 1000.0, _ref, d4rl=f"gym_mujoco_v2/{_family}_{_level.replace('-', '_')}-v2.hdf5",
@@ -59,35 +64,43 @@ for _family, _id, _S, _A, _ref in [("hopper", "Hopper-v5", 11, 3, (-20.272305, 3
             d4rl_kwargs={"xml_file": "walker2d.xml"} if _family == "walker2d" else {},               # the old foot friction
             note="D4RL's data come from older physics than the environment that scores them here")
 
-# Mazes: one goal per episode, and an episode goes on after success. Minari's mazes are not D4RL's, though the names agree.
+# Mazes: one goal per episode, and an episode goes on after success, so the longest possible return is the step limit.
 _MAZE = {"continuing_task": True, "reset_target": False}
-_D4RL_MAZE = "D4RL's maze has other coordinates than gymnasium-robotics' maze that scores here: train on Minari or local data to act"
-for _size, _id, _len, _far, _ref in [("umaze", "UMaze", 300, ([1, 1], [3, 1]), (23.85, 161.86)), ("medium", "Medium", 600, ([1, 1], [6, 6]), (13.13, 277.39)),
-                                     ("large", "Large", 800, ([1, 1], [7, 10]), (6.7, 273.99))]:
-    for _family in ("pointmaze", "maze2d"):     # two names for one environment; D4RL's files and reference scores belong to maze2d
-        ENVS[f"{_family}-{_size}"] = Env(
-            "maze2d", f"PointMaze_{_id}-v3", 4, 2, _len, float(_len), _ref if _family == "maze2d" else None, f"D4RL/pointmaze/{_size}-v2",
-            f"maze2d/maze2d-{_size}-sparse-v1.hdf5" if _family == "maze2d" else None, _MAZE, goal_dim=2,
-            # a fixed far pair is where following a return target can be seen: elsewhere the distance decides the return
-            starts={"random": None, "far": {"reset_cell": _far[0], "goal_cell": _far[1]}}, note=_D4RL_MAZE)
-
-_ANTMAZE = "Ant_maze_{}_noreset_multistart_{}_multigoal_{}_sparse_fixed.hdf5"
+_NOTE = "D4RL's maze has other coordinates than gymnasium-robotics' maze that scores here; to act, train on Minari or local data"
+for _size, _id, _len, _reset, _goal, _ref in [
+        ("umaze", "UMaze", 300, [1, 1], [3, 1], (23.85, 161.86)), ("medium", "Medium", 600, [1, 1], [6, 6], (13.13, 277.39)),
+        ("large", "Large", 800, [1, 1], [7, 10], (6.7, 273.99))]:
+    for _name in ("pointmaze", "maze2d"):       # two names for one environment; D4RL's files and reference returns belong to maze2d
+        ENVS[f"{_name}-{_size}"] = Env(
+            "maze2d", f"PointMaze_{_id}-v3", 4, 2, _len, float(_len), _ref if _name == "maze2d" else None, f"D4RL/pointmaze/{_size}-v2",
+            f"maze2d/maze2d-{_size}-sparse-v1.hdf5" if _name == "maze2d" else None, _MAZE, goal_dim=2, note=_NOTE,
+            # from a fixed far pair the agent's speed decides the return; from elsewhere the distance does
+            starts={"random": None, "far": {"reset_cell": _reset, "goal_cell": _goal}})
 for _name, _id, _len, _goal, _file in [
         ("umaze", "UMaze", 700, [3, 1], ("u-maze", False, False)), ("umaze-diverse", "UMaze", 700, [3, 1], ("u-maze", True, True)),
-        ("medium-play", "Medium", 1000, [6, 6], ("big-maze", True, False)), ("medium-diverse", "Medium", 1000, [6, 6], ("big-maze", True, True)),
-        ("large-play", "Large", 1000, [7, 10], ("hardest-maze", True, False)), ("large-diverse", "Large", 1000, [7, 10], ("hardest-maze", True, True))]:
+        ("medium-play", "Medium", 1000, [6, 6], ("big-maze", True, False)),
+        ("medium-diverse", "Medium", 1000, [6, 6], ("big-maze", True, True)),
+        ("large-play", "Large", 1000, [7, 10], ("hardest-maze", True, False)),
+        ("large-diverse", "Large", 1000, [7, 10], ("hardest-maze", True, True))]:
     ENVS[f"antmaze-{_name}"] = Env(
-        "antmaze", f"AntMaze_{_id}-v4", 29, 8, _len, 1.0, (0.0, 1.0), f"D4RL/antmaze/{_name}-v1", "ant_maze_v2/" + _ANTMAZE.format(*_file),
-        _MAZE, goal_dim=2, starts={"fixed": {"reset_cell": [1, 1], "goal_cell": _goal}}, note=_D4RL_MAZE)     # the published eval_env_spec
+        "antmaze", f"AntMaze_{_id}-v4", 29, 8, _len, 1.0, (0.0, 1.0), f"D4RL/antmaze/{_name}-v1",
+        "ant_maze_v2/Ant_maze_{}_noreset_multistart_{}_multigoal_{}_sparse_fixed.hdf5".format(*_file), _MAZE, goal_dim=2, note=_NOTE,
+        starts={"fixed": {"reset_cell": [1, 1], "goal_cell": _goal}})       # as in the published eval_env_spec
 
 # Adroit and kitchen return scales: the Decision Mixer's released code, but for kitchen (0 to 4 tasks; it divides them by 100).
-for _family, _id, _S, _A, _scale, _ref in [("pen", "Pen", 45, 24, 1000.0, (96.262799, 3076.8331017826877)), ("hammer", "Hammer", 46, 26, 1000.0, (-274.856578, 12794.134825156867)),
-                                           ("door", "Door", 39, 28, 100.0, (-56.512833, 2880.5693087298737)), ("relocate", "Relocate", 39, 30, 1000.0, (-6.425911, 4233.877797728884))]:
+for _family, _id, _S, _A, _scale, _ref in [
+        ("pen", "Pen", 45, 24, 1000.0, (96.262799, 3076.8331017826877)),
+        ("hammer", "Hammer", 46, 26, 1000.0, (-274.856578, 12794.134825156867)),
+        ("door", "Door", 39, 28, 100.0, (-56.512833, 2880.5693087298737)),
+        ("relocate", "Relocate", 39, 30, 1000.0, (-6.425911, 4233.877797728884))]:
     for _level in ("human", "cloned", "expert"):
-        ENVS[f"{_family}-{_level}"] = Env(_family, f"AdroitHand{_id}-v1", _S, _A, 200, _scale, _ref, f"D4RL/{_family}/{_level}-v2", f"hand_dapg_v1/{_family}-{_level}-v1.hdf5")
-for _name, _third, _fourth in [("complete", "light switch", "slide cabinet"), ("partial", "light switch", "slide cabinet"), ("mixed", "bottom burner", "light switch")]:
-    ENVS[f"kitchen-{_name}"] = Env("kitchen", "FrankaKitchen-v1", 59, 9, 280, 1.0, (0.0, 4.0), f"D4RL/kitchen/{_name}-v2",     # no d4rl: its 60 numbers are other ones
-                                   kwargs={"tasks_to_complete": ["microwave", "kettle", _third, _fourth]})
+        ENVS[f"{_family}-{_level}"] = Env(_family, f"AdroitHand{_id}-v1", _S, _A, 200, _scale, _ref, f"D4RL/{_family}/{_level}-v2",
+                                          f"hand_dapg_v1/{_family}-{_level}-v1.hdf5")
+for _name, _third, _fourth in [("complete", "light switch", "slide cabinet"), ("partial", "light switch", "slide cabinet"),
+                               ("mixed", "bottom burner", "light switch")]:
+    ENVS[f"kitchen-{_name}"] = Env(         # no D4RL file: its 60 numbers are not this environment's 59
+        "kitchen", "FrankaKitchen-v1", 59, 9, 280, 1.0, (0.0, 4.0), f"D4RL/kitchen/{_name}-v2",
+        kwargs={"tasks_to_complete": ["microwave", "kettle", _third, _fourth]})
 
 
 def nearest(word, words):
@@ -98,32 +111,37 @@ def nearest(word, words):
 
 def get_env(name):
     if name not in ENVS:
-        raise UserError(f"no environment is called {name!r}; {nearest(name, ENVS)} ('python data.py list' shows all; a Minari set of your own is minari:<id>)")
+        raise UserError(f"no environment is called {name!r}; {nearest(name, ENVS)}\n"
+                        "('python data.py list' shows all; a Minari set of your own is minari:<id>)")
     return ENVS[name]
+
+
+def import_gymnasium():
+    """gymnasium with the robotics environments registered, without their notices about versions that this project does not use."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")       # must stand before mujoco is imported, or rendering without a display fails
+    import gymnasium
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
+        import gymnasium_robotics
+        gymnasium.register_envs(gymnasium_robotics)
+    return gymnasium
 
 
 def make_env(spec, **kwargs):
     """A gymnasium environment from {"id": ..., "kwargs": {...}} or an EnvSpec's JSON text; kwargs are handed on to gymnasium.make."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")           # must stand before mujoco is imported, or rendering without a display fails
-    import gymnasium
-    name = spec["id"] if isinstance(spec, dict) else "the set's environment"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")     # "a newer version exists": the version is chosen to match the data
-        try:
-            import gymnasium_robotics
-            gymnasium.register_envs(gymnasium_robotics)
-        except ImportError:
-            pass
-        try:
-            if isinstance(spec, dict):
-                env = gymnasium.make(spec["id"], **spec["kwargs"], **kwargs)
+    gymnasium = import_gymnasium()
+    try:
+        if not isinstance(spec, dict):
+            spec = json.loads(spec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # "a newer version exists": the version is chosen to match the data
+            if "entry_point" in spec:
+                env = gymnasium.make(gymnasium.envs.registration.EnvSpec.from_json(json.dumps(spec)), **kwargs)
             else:
-                spec = gymnasium.envs.registration.EnvSpec.from_json(spec)
-                name = spec.id
-                env = gymnasium.make(spec, **kwargs)
-        except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as e:
-            raise UserError(f"the environment {name} cannot be made: {e}\nIs the package that registers it installed? Training needs no environment: add --eval_episodes 0") from e
+                env = gymnasium.make(spec["id"], **spec["kwargs"], **kwargs)
+    except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as e:
+        raise UserError(f"the environment {spec['id']} cannot be made: {e}\n"
+                        "Is the package that registers it installed? To train without acting, add --eval_episodes 0") from e
     xml = getattr(env.unwrapped, "tmp_xml_file_path", None)     # mazes leave this file behind each time they are made
     if xml and os.path.exists(xml):
         os.remove(xml)
@@ -141,7 +159,8 @@ def observe(observation, layout):
     if isinstance(observation, dict):
         if "desired_goal" in observation and not isinstance(observation["desired_goal"], dict):
             goal = np.asarray(observation["desired_goal"], np.float32)
-        state = observation["observation"] if "observation" in observation else flat({k: v for k, v in observation.items() if k != "desired_goal"})
+        state = (observation["observation"] if "observation" in observation
+                 else flat({k: v for k, v in observation.items() if goal is None or k != "desired_goal"}))
         state = np.asarray(state, np.float32)[..., : layout["first"]]
         if layout["position"]:
             state = np.concatenate([np.asarray(observation["achieved_goal"], np.float32), state], -1)
@@ -152,6 +171,22 @@ def observe(observation, layout):
 
 # --------------------------------------------------------------------------- trajectories
 
+def numbers(x, shape, what):
+    """x as a float32 array of this shape (-1: any one size), not copied if it is one already. Raises UserError if it is not finite."""
+    x = np.asarray(x)
+    if len(shape) == 1 and x.ndim == 2 and x.shape[1] == 1:
+        x = x[:, 0]
+    if x.dtype.kind not in "fiub" or x.ndim != len(shape) or x.shape[0] != shape[0]:
+        wanted = ", ".join("any" if n < 0 else str(n) for n in shape)
+        raise UserError(f"{what} have shape {x.shape} and type {x.dtype}; ({wanted}) numbers are needed")
+    x = np.ascontiguousarray(x, np.float32)
+    if not np.isfinite(x.sum(dtype=np.float64)):        # one quick pass; the search runs only if it fails
+        bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))
+        if len(bad):
+            raise UserError(f"{what} hold NaN or infinity in {len(bad)} of {len(x)} transitions, the first at transition {bad[0]}")
+    return x
+
+
 class Trajectories:
     """Episodes laid end to end, one flat tensor a field, checked on the way in. Build one from arrays of your own:
 
@@ -159,64 +194,54 @@ class Trajectories:
 
     states (N, S) float; actions (N, A) float in the environment's units, or (N,) int with n_actions; rewards (N,); lengths (E,), summing
     to N; terminated, truncated (E,) bool: how each episode ended (neither: cut off, so its returns are lower bounds); goals (N, G) or None;
-    action_low, action_high (A,): bounds, by default those of the data. Raises UserError where these disagree or are not finite.
+    action_low, action_high (A,): bounds, by default those of the data. Memory is shared where the type is right already: leave the arrays
+    as they are. Raises UserError where fields disagree or hold NaN.
     """
 
     def __init__(self, states, actions, rewards, lengths, terminated=None, truncated=None, goals=None, *, n_actions=None, action_start=0,
                  action_low=None, action_high=None, dataset="arrays", source="arrays", env_spec=None, layout=None, max_ep_len=None):
-        self.dataset, self.source, self.env_spec, self.layout = dataset, source, env_spec, layout or {"first": None, "position": False}
+        self.dataset, self.source, self.env_spec = dataset, source, env_spec
+        self.layout = layout or {"first": None, "position": False}      # how observe() makes a state of the environment's observation
         lengths = np.asarray(lengths, np.int64)
-        if len(lengths) == 0 or lengths.sum() == 0:
+        E, N = len(lengths), int(lengths.sum())
+        if N == 0:
             raise UserError(f"{dataset}: no episodes")
         if lengths.min() < 1:
             raise UserError(f"{dataset}: episode {int(lengths.argmin())} is empty")
-        N = int(lengths.sum())
-        self.n_actions, self.action_start = n_actions, action_start
-        fields = dict(states=states, actions=actions, rewards=rewards) | ({} if goals is None else dict(goals=goals))
-        for name, x in fields.items():
-            x = np.asarray(x)
-            if len(x) != N:
-                raise UserError(f"{dataset}: {len(x)} {name} for {N} transitions")
-            if x.dtype.kind not in "fiub":
-                raise UserError(f"{dataset}: {name} are of type {x.dtype}, not numbers")
-            if x.dtype.kind == "f" and not np.isfinite(x.sum(dtype=np.float64)):       # one pass; the search below runs only if it fails
-                bad = np.flatnonzero(~np.isfinite(x.reshape(N, -1)).all(1))
-                if len(bad):
-                    raise UserError(f"{dataset}: {name} hold NaN or infinity in {len(bad)} of {N} transitions, the first at {bad[0]}")
-            fields[name] = x
-        if fields["states"].ndim != 2:
-            raise UserError(f"{dataset}: states have shape {fields['states'].shape}; one row of numbers a step is needed")
-        # data are not written to afterwards: from_numpy shares the caller's memory where the type is right already
-        self.states, self.goals = (None if x is None else torch.from_numpy(np.ascontiguousarray(x, np.float32)) for x in (fields["states"], fields.get("goals")))
-        self.rewards = torch.from_numpy(np.ascontiguousarray(fields["rewards"].reshape(N), np.float32))
-        a = fields["actions"]
-        self.clipped = 0
+        states, rewards = numbers(states, (N, -1), f"{dataset}: states"), numbers(rewards, (N,), f"{dataset}: rewards")
+        self.states, self.rewards = torch.from_numpy(states), torch.from_numpy(rewards)
+        self.goals = None if goals is None else torch.from_numpy(numbers(goals, (N, -1), f"{dataset}: goals"))
+        self.n_actions, self.action_start, self.clipped = n_actions, action_start, 0
         if n_actions is not None:
-            if a.dtype.kind == "f":
-                raise UserError(f"{dataset}: actions are of type {a.dtype}, but there are {n_actions} choices")
+            a = np.asarray(actions)
+            if a.dtype.kind not in "iub" or a.size != N:
+                raise UserError(f"{dataset}: {a.size} actions of type {a.dtype} for {N} choices among {n_actions}")
             a = a.reshape(N).astype(np.int64) - action_start
-            if a.min() < 0 or a.max() >= n_actions:
-                raise UserError(f"{dataset}: action id {int((a.max() if a.max() >= n_actions else a.min()) + action_start)} does not fit an environment with {n_actions} actions")
+            wrong = a[(a < 0) | (a >= n_actions)]
+            if len(wrong):
+                raise UserError(f"{dataset}: action id {wrong[0] + action_start} does not fit an environment with {n_actions} actions "
+                                f"({action_start} to {action_start + n_actions - 1})")
             self.action_low = self.action_high = None
         else:
-            if a.ndim != 2:
-                raise UserError(f"{dataset}: actions have shape {a.shape}; one row of numbers a step is needed (n_actions is for discrete ones)")
-            low, high = (a.min(0) if action_low is None else action_low), (a.max(0) if action_high is None else action_high)
-            low, high = (np.where(np.isfinite(b), b, edge).astype(np.float32) for b, edge in ((low, a.min(0)), (high, a.max(0))))
+            a = numbers(actions, (N, -1), f"{dataset}: actions")
+            low, high = (np.broadcast_to(edge if bound is None else np.where(np.isfinite(bound), bound, edge), edge.shape).astype(np.float32)
+                         for bound, edge in ((action_low, a.min(0)), (action_high, a.max(0))))
             high = np.where(high > low, high, low + 1)      # an action that never varies
             self.clipped = int(((a < low - 1e-3) | (a > high + 1e-3)).any(1).sum())
-            a = np.clip(a.astype(np.float32) if (low == -1).all() and (high == 1).all() else 2 * (a - low) / (high - low) - 1, -1, 1).astype(np.float32)
-            self.action_low, self.action_high = torch.from_numpy(low), torch.from_numpy(high.astype(np.float32))
-        self.actions = torch.from_numpy(np.ascontiguousarray(a))      # in [-1, 1], or 0 .. n_actions - 1
+            if (low != -1).any() or (high != 1).any():
+                a = 2 * (a - low) / (high - low) - 1
+            a = a.clip(-1, 1)
+            self.action_low, self.action_high = torch.from_numpy(low.copy()), torch.from_numpy(high.copy())
+        self.actions = torch.from_numpy(a)                                                      # in [-1, 1], or 0 .. n_actions - 1
         self.lengths = torch.from_numpy(lengths)
-        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])      # (E + 1,): episode e is [starts[e], starts[e + 1])
-        E = len(lengths)
-        self.terminated, self.truncated = (torch.from_numpy(np.zeros(E, bool) if x is None else np.asarray(x, bool)) for x in (terminated, truncated))
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])    # episode e is [starts[e], starts[e + 1])
+        self.terminated, self.truncated = (torch.zeros(E, dtype=torch.bool) if x is None else torch.from_numpy(np.array(x, bool))
+                                           for x in (terminated, truncated))
         self.max_ep_len = max_ep_len or int(lengths.max())
         # rewards from t on, r_t included: total up to the episode's end minus total before t, in float64 so that no digits are lost
         total = torch.cat([torch.zeros(1, dtype=torch.float64), self.rewards.double().cumsum(0)])
-        self.rtg = (total[self.starts[1:]].repeat_interleave(self.lengths) - total[:-1]).float()      # (N,)
-        self.returns = self.rtg[self.starts[:-1]]       # (E,)
+        self.rtg = (total[self.starts[1:]].repeat_interleave(self.lengths) - total[:-1]).float()
+        self.returns = self.rtg[self.starts[:-1]]                                               # (E,)
 
     def __len__(self):
         return len(self.rewards)
@@ -224,26 +249,26 @@ class Trajectories:
     def top(self, fraction):
         """The episodes of highest return that together hold this fraction of the transitions (%BC of the DT paper); at least one."""
         order = self.returns.argsort(descending=True, stable=True)
-        n = int((self.lengths[order].cumsum(0) <= fraction * len(self)).sum())
-        keep = order[: max(n, 1)].sort().values
+        keep = order[: max(1, int((self.lengths[order].cumsum(0) <= fraction * len(self)).sum()))].sort().values
         index = torch.cat([torch.arange(self.starts[e], self.starts[e + 1]) for e in keep])
-        out = object.__new__(Trajectories)
-        out.__dict__ = self.__dict__ | dict(lengths=self.lengths[keep], terminated=self.terminated[keep], truncated=self.truncated[keep], returns=self.returns[keep])
-        out.starts = torch.cat([torch.zeros(1, dtype=torch.int64), out.lengths.cumsum(0)])
-        for name in ("states", "actions", "rewards", "rtg", "goals"):
+        out = copy.copy(self)
+        for name, at in dict(lengths=keep, terminated=keep, truncated=keep, returns=keep,
+                             states=index, actions=index, rewards=index, rtg=index, goals=index).items():
             x = getattr(self, name)
-            setattr(out, name, None if x is None else x[index])
+            setattr(out, name, None if x is None else x[at])
+        out.starts = torch.cat([torch.zeros(1, dtype=torch.int64), out.lengths.cumsum(0)])
         return out
 
     def summary(self):
-        """One paragraph of text: sizes, how episodes end, returns."""
-        E, r, term, trunc = len(self.lengths), self.returns.double(), int(self.terminated.sum()), int((self.truncated & ~self.terminated).sum())
-        cut = E - term - trunc
-        p = np.percentile(r.numpy(), [5, 50, 95])
-        text = (f"{self.dataset} ({self.source}): {len(self):,} transitions, {E:,} episodes of {int(self.lengths.min())} to {int(self.lengths.max())} steps\n"
-                f"returns {r.mean():.1f} ± {r.std(correction=0):.1f}, min {r.min():.1f}, 5/50/95 % {p[0]:.1f} / {p[1]:.1f} / {p[2]:.1f}, max {r.max():.1f}\n"
-                f"ends: {term} terminated, {trunc} truncated, {cut} cut off" + (" (their returns are lower bounds)" if cut else ""))
-        return text + (f"\n{self.clipped} actions outside their bounds were clipped" if self.clipped else "")
+        """A few lines of text: sizes, returns, how episodes end."""
+        E, r, terminated = len(self.lengths), self.returns.double(), int(self.terminated.sum())
+        truncated = int((self.truncated & ~self.terminated).sum())
+        cut, p = E - terminated - truncated, np.percentile(r.numpy(), [5, 50, 95])
+        return (f"{self.dataset} ({self.source}): {len(self):,} transitions, {E:,} episodes of {self.lengths.min()} to {self.lengths.max()} steps\n"
+                f"returns {r.mean():.1f} ± {r.std(correction=0):.1f}, from {r.min():.1f} to {r.max():.1f}, "
+                f"5/50/95 % {p[0]:.1f} / {p[1]:.1f} / {p[2]:.1f}\n"
+                f"ends: {terminated} terminated, {truncated} truncated, {cut} cut off" + (" (their returns are lower bounds)" if cut else "")
+                + (f"\n{self.clipped} actions outside their bounds were clipped" if self.clipped else ""))
 
 
 def episode_ends(terminals, timeouts=None):
@@ -258,9 +283,7 @@ def episode_ends(terminals, timeouts=None):
 
 # --------------------------------------------------------------------------- sources
 
-def minari_root(data=""):
-    if data:
-        os.environ["MINARI_DATASETS_PATH"] = str(Path(data).expanduser().resolve())
+def minari_root():
     return Path(os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets").expanduser()
 
 
@@ -271,101 +294,105 @@ def d4rl_root(data=""):
 def load_d4rl(path, env=None, name=""):
     """Trajectories from an HDF5 file in D4RL's layout: observations, actions, rewards, terminals, timeouts, and infos/goal for mazes."""
     import h5py
-    path = Path(path)
+    path, again = Path(path), f"run 'python data.py download {name} --source d4rl'" if name else "fetch it again"
     if not path.is_file():
-        raise UserError(f"{path} does not exist" + (f"; 'python data.py download {name} --source d4rl' fetches it" if name else ""))
+        raise UserError(f"{path} does not exist; {again}")
     try:
         with h5py.File(path, "r") as f:
             missing = [k for k in ("observations", "actions", "rewards", "terminals") if k not in f]
             if missing:
-                raise UserError(f"{path} lacks {', '.join(missing)}; it holds {', '.join(sorted(f)) or 'nothing'}. Is it a file in D4RL's layout?")
+                raise UserError(f"{path} lacks {', '.join(missing)}; it holds {', '.join(sorted(f)) or 'nothing'}. Is it in D4RL's layout?")
             x = {k: f[k][()] for k in ("observations", "actions", "rewards", "terminals", "timeouts", "infos/goal") if k in f}
-    except (OSError, RuntimeError, KeyError) as e:
-        raise UserError(f"{path} cannot be read ({e}). Delete it and " + (f"run 'python data.py download {name} --source d4rl'" if name else "fetch it again")) from e
+    except (OSError, RuntimeError, KeyError, TypeError) as e:
+        raise UserError(f"{path} cannot be read ({e}). Delete it and {again}") from e
+    if len({len(v) if v.ndim else -1 for v in x.values()}) > 1:
+        raise UserError(f"{path}: its fields differ in length: {', '.join(f'{k} {v.shape}' for k, v in x.items())}. Delete it and {again}")
     lengths, terminated, truncated = episode_ends(x["terminals"], x.get("timeouts"))
-    states = x["observations"]
-    if env and env.family == "ant" and states.ndim == 2:
-        states = states[:, : env.state_dim]      # contact forces follow
-    return Trajectories(states, x["actions"], x["rewards"], lengths, terminated, truncated, x.get("infos/goal"), dataset=path.name, source="d4rl",
-                        action_low=-np.ones(1), action_high=np.ones(1), max_ep_len=env and env.max_ep_len,
+    ant = env is not None and env.family in ("ant", "antmaze")
+    states = x["observations"][:, : env.state_dim] if ant and x["observations"].ndim == 2 else x["observations"]    # then contact forces
+    return Trajectories(states, x["actions"], x["rewards"], lengths, terminated, truncated, x.get("infos/goal"), dataset=path.name,
+                        source="d4rl", action_low=-1.0, action_high=1.0, max_ep_len=env and env.max_ep_len,
                         env_spec=env and {"id": env.id, "kwargs": env.kwargs | env.d4rl_kwargs},
-                        layout={"first": 27 if env and env.family in ("ant", "antmaze") else None, "position": bool(env) and env.family == "antmaze"})
+                        layout={"first": 27 if ant else None, "position": ant and env.family == "antmaze"})
 
 
 def load_minari(id, env=None, source="minari", download=True):
-    """Trajectories from a Minari set, published or your own; the environment is env's, or else the set's own."""
+    """Trajectories from a Minari set, published or your own; the environment is env's, or else the one that the set names."""
     root = minari_root() / id
-    redo = (f"python data.py collect {id.split('/', 1)[1].rsplit('-v', 1)[0].replace('/', '-')}" if source == "local" else "the same command")
+    again = f"Delete it (rm -r '{root}') and run the same command again"
     if root.exists() and not all((root / "data" / name).is_file() for name in ("main_data.hdf5", "metadata.json")):
-        raise UserError(f"the data set folder {root} is incomplete. Delete it (rm -r '{root}') and run {redo} again")
-    import minari
+        raise UserError(f"the data set folder {root} is incomplete. {again}")
+    if not root.exists() and download:
+        check_network(id, root)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            import minari
             dataset = minari.load_dataset(id, download=download)
-            observations, actions, rewards, lengths, terminated, truncated = [], [], [], [], [], []
-            for episode in dataset.iterate_episodes():
-                T = len(episode.rewards)
-                observations.append({k: v[:T] for k, v in episode.observations.items()} if isinstance(episode.observations, dict) else episode.observations[:T])
-                if T and len(episode.actions) != T:
-                    raise UserError(f"{id}: episode {episode.id} has {len(episode.actions)} actions and {T} rewards")
-                actions.append(episode.actions)
-                rewards.append(episode.rewards)
-                lengths.append(T)
-                terminated.append(bool(T and episode.terminations[-1]))
-                truncated.append(bool(T and episode.truncations[-1]))
-    except UserError:
-        raise
-    except Exception as e:      # minari passes on whatever h5py, json or the network raise
+            episodes = list(dataset.iterate_episodes())
+    except Exception as e:      # minari hands on whatever h5py, json or the network raise
         if root.exists():
-            raise UserError(f"the data set in {root} cannot be read ({type(e).__name__}: {e}). Delete it (rm -r '{root}') and run {redo} again") from e
-        raise UserError(f"{id} is not at hand and could not be downloaded ({str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}). It would be stored in {root}") from e
-    if not sum(lengths):
+            raise UserError(f"the data set in {root} cannot be read ({type(e).__name__}: {e}). {again}") from e
+        raise UserError(f"{id} is not at hand and could not be downloaded ({type(e).__name__}: {e}). It would be stored in {root}") from e
+    if not episodes:
         raise UserError(f"{id} in {root}: no episodes")
-    first = observations[0]
-    layout = {"first": 27 if env and env.family in ("ant", "antmaze") else None, "position": False}     # ant: contact forces follow
-    if isinstance(first, dict) and "observation" in first and "achieved_goal" in first and not isinstance(first["achieved_goal"], dict):
-        n = first["achieved_goal"].shape[-1]
-        layout["position"] = not np.array_equal(first["observation"][:, :n], first["achieved_goal"])      # AntMaze's observation lacks it
-    states, goals = zip(*(observe(o, layout) for o in observations), strict=True)
-    del observations
-    if states[0].ndim != 2:
-        raise UserError(f"{id}: observations have shape {states[0].shape[1:]}; vector observations are needed")
-    spec, space = dataset.spec, dataset.spec.action_space
-    name = type(space).__name__
+    space, name = dataset.action_space, type(dataset.action_space).__name__
     if name not in ("Box", "Discrete") or name == "Box" and len(space.shape) != 1:
         raise UserError(f"{id}: actions are {space}; one Box of numbers or one Discrete choice is needed")
-    own = (dataset._eval_env_spec or spec.env_spec) if not env else None      # no public accessor in minari 0.5
-    if own is not None:
-        own = own.to_json()
-    limit = spec.env_spec.max_episode_steps if spec.env_spec else None
-    actions = np.concatenate(actions)
-    kwargs = (dict(n_actions=int(space.n), action_start=int(space.start)) if name == "Discrete" else dict(action_low=space.low, action_high=space.high))
-    return Trajectories(np.concatenate(states), actions, np.concatenate(rewards), lengths, terminated, truncated,
-                        None if goals[0] is None else np.concatenate(goals), dataset=id, source=source, layout=layout,
-                        max_ep_len=env.max_ep_len if env else max(limit or 0, max(lengths)), env_spec={"id": env.id, "kwargs": env.kwargs} if env else own, **kwargs)
+    kwargs = (dict(n_actions=int(space.n), action_start=int(space.start)) if name == "Discrete"
+              else dict(action_low=space.low, action_high=space.high))
+    layout = {"first": 27 if env and env.family in ("ant", "antmaze") else None, "position": False}      # ant: contact forces follow
+    first = episodes[0].observations
+    if isinstance(first, dict) and "observation" in first and isinstance(first.get("achieved_goal"), np.ndarray):
+        n = first["achieved_goal"].shape[-1]
+        layout["position"] = not np.array_equal(first["observation"][:, :n], first["achieved_goal"])     # AntMaze's observation lacks it
+    states, goals = [], []
+    for e in episodes:
+        T = len(e.rewards)
+        state, goal = observe(e.observations, layout)
+        if len(state) not in (T, T + 1) or len(e.actions) != T:
+            raise UserError(f"{id}: episode {e.id} has {len(state)} observations, {len(e.actions)} actions and {T} rewards. {again}")
+        states.append(state[:T])
+        goals.append(None if goal is None else goal[:T])
+    if states[0].ndim != 2:
+        raise UserError(f"{id}: observations have shape {states[0].shape[1:]}; vectors of numbers are needed")
+    spec = dataset._eval_env_spec or dataset.env_spec      # minari 0.5 has no public name for the first
+    limit = (spec and spec.max_episode_steps) or max(len(e.rewards) for e in episodes)
+    return Trajectories(np.concatenate(states), np.concatenate([e.actions for e in episodes]), np.concatenate([e.rewards for e in episodes]),
+                        [len(e.rewards) for e in episodes], [bool(e.terminations[-1:].any()) for e in episodes],
+                        [bool(e.truncations[-1:].any()) for e in episodes], None if goals[0] is None else np.concatenate(goals), dataset=id,
+                        source=source, layout=layout, max_ep_len=env.max_ep_len if env else limit,
+                        env_spec={"id": env.id, "kwargs": env.kwargs} if env else spec.to_json() if spec else None, **kwargs)
 
 
-def load_local(name, env, seed=0, steps=None):
-    """The regenerated set of this name; collected now if it is not there yet."""
+def check_network(id, root):
+    """Fail in seconds where there is no network; the hub's own client retries for minutes."""
+    import urllib.error
+    import urllib.request
+    try:
+        urllib.request.urlopen(urllib.request.Request("https://huggingface.co", method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError:
+        pass                    # somebody answered
+    except OSError as e:
+        raise UserError(f"{id} is not at hand and there is no network to fetch it ({getattr(e, 'reason', e)}). It would be stored in {root}") from e
+
+
+def collect_local(name, steps=None, seed=0):
+    """Regenerate a set offline with the stored policies; returns its Minari id."""
+    get_env(name)
     from policies import collect
     if name not in collect.NAMES:
         raise UserError(f"{name} cannot be regenerated here; local data exist for: {', '.join(collect.NAMES)}")
-    id = collect.dataset_id(name)
-    if not (minari_root() / id).exists():
-        print(f"collecting {name} (once; it is kept in {minari_root() / id})", flush=True)
-        collect_local(name, steps, seed)
-    return load_minari(id, env, "local", download=False)
-
-
-def collect_local(name, steps, seed):
-    from policies import collect
     try:
         return collect.collect(name, steps, seed)
-    except OSError as e:
-        raise UserError(f"cannot write to {minari_root()} ({e}). Set MINARI_DATASETS_PATH to a folder of yours") from e
-    except ValueError as e:
-        raise UserError(str(e)) from e
+    except (OSError, ValueError) as e:
+        raise UserError(f"{name} could not be collected into {minari_root()}: {e}\nMINARI_DATASETS_PATH can name another folder") from e
+
+
+def local_id(name):
+    """The Minari id of a set that collect.py makes, or None if it does not make this one."""
+    from policies import collect
+    return collect.dataset_id(name) if name in collect.NAMES else None
 
 
 def load(name, source="auto", data="", goal=True):
@@ -375,50 +402,45 @@ def load(name, source="auto", data="", goal=True):
     data: folder of the data (a Minari root, or a folder of HDF5 files). goal: whether a maze set without goals is an error.
     """
     if source == "dqn":
-        raise UserError("source dqn is for Atari games, which no model here reads yet; vector environments: --source minari, d4rl or local")
-    if name.startswith("minari:"):
-        minari_root(data)
-        return load_minari(name.removeprefix("minari:"))
-    env = get_env(name)
+        raise UserError("source dqn is for Atari games, which no model here reads yet; use --source minari, d4rl or local")
     if data and not Path(data).expanduser().is_dir():
         raise UserError(f"--data {data}: no such folder")
-    file = env.d4rl and d4rl_root(data) / Path(env.d4rl).name
+    if data and source != "d4rl":
+        os.environ["MINARI_DATASETS_PATH"] = str(Path(data).expanduser().resolve())
+    if name.startswith("minari:"):
+        return load_minari(name.removeprefix("minari:"))
+    env = get_env(name)
+    file = d4rl_root(data) / Path(env.d4rl).name if env.d4rl else None
     if source == "auto":
-        if env.minari and (minari_root() / env.minari).exists():
-            source = "minari"
-        else:
-            source = "d4rl" if file and file.exists() else "minari" if env.minari else "d4rl"
-    offline = ""
-    from policies import collect
-    if name in collect.NAMES:
-        offline = f"\nWithout a network, train on regenerated data instead: python train.py --env {name} --source local"
-    if source == "local":
-        minari_root(data)
-        out = load_local(name, env)
-    elif source == "minari":
-        if not env.minari:
-            raise UserError(f"Minari publishes no {name}; use --source d4rl or --source local")
-        minari_root(data)
-        try:
+        cached = env.minari and (minari_root() / env.minari).exists()
+        source = "minari" if cached or env.minari and not (file and file.exists()) else "d4rl"
+    try:
+        if source == "local":
+            id = local_id(name)
+            if id is None or not (minari_root() / id).exists():
+                print(f"collecting {name}, once: it is kept in {minari_root()}", flush=True)
+                id = collect_local(name)
+            out = load_minari(id, env, "local", download=False)
+        elif source == "minari":
+            if not env.minari:
+                raise UserError(f"Minari publishes no {name}; use --source d4rl")
             out = load_minari(env.minari, env)
-        except UserError as e:
-            raise UserError(f"{e}{'' if (minari_root() / env.minari).exists() else offline}") from e
-    else:
-        if not env.d4rl:
-            raise UserError(f"D4RL has no file for {name} that fits {env.id}; use --source minari" + (" or --source local" if offline else ""))
-        if not file.exists():
-            try:
+        else:
+            if not env.d4rl:
+                raise UserError(f"D4RL has no file for {name} that fits {env.id}; use --source minari")
+            if not file.exists():
                 download(D4RL_URL + env.d4rl, file)
-            except UserError as e:
-                raise UserError(f"{e}{offline}") from e
-        out = load_d4rl(file, env, name)
+            out = load_d4rl(file, env, name)
+    except UserError as e:
+        offline = f"\nWithout a network, train on regenerated data: python train.py --env {name} --source local"
+        raise UserError(f"{e}{offline if source != 'local' and local_id(name) else ''}") from e
     check_fit(out, env, name, goal)
     return out
 
 
 def check_fit(trajectories, env, name, goal):
-    S, A = trajectories.states.shape[1], trajectories.actions.shape[-1]
-    for what, got, want in (("states", S, env.state_dim), ("actions", A, env.act_dim)):
+    for what, x, want in (("states", trajectories.states, env.state_dim), ("actions", trajectories.actions, env.act_dim)):
+        got = x.shape[-1]
         if got != want:
             raise UserError(f"{trajectories.dataset}: {what} have {got} numbers, but {name} ({env.id}) has {want}. Is it the right file?")
     if env.goal_dim and goal and trajectories.goals is None:
@@ -426,7 +448,7 @@ def check_fit(trajectories, env, name, goal):
 
 
 def download(url, path):
-    """Fetch url into path with a progress bar; an interrupted download goes on where it stopped. Raises UserError on failure or wrong size."""
+    """Fetch url into path with a progress bar; a broken-off download goes on where it stopped. Raises UserError on failure or wrong size."""
     import urllib.error
     import urllib.request
 
@@ -456,7 +478,7 @@ def download(url, path):
             raise UserError(f"{url}: got {size:,} of {total:,} bytes; run the same command again to go on")
         os.replace(part, path)
     except OSError as e:        # URLError, timeouts and disk errors alike
-        raise UserError(f"{url} could not be downloaded to {path} ({getattr(e, 'reason', e)}). You can also put the file there by hand") from e
+        raise UserError(f"{url} could not be downloaded to {path} ({getattr(e, 'reason', e)}). You can put the file there by hand") from e
 
 
 # --------------------------------------------------------------------------- windows
@@ -533,37 +555,35 @@ def command_line():
     parser.add_argument("--steps", type=int, help="collect: number of transitions")
     parser.add_argument("--seed", type=int, default=0, help="collect: seed")
     args = parser.parse_args()
-    from policies import collect
     if args.command == "list":
         print(f"{'name':24s} {'minari':28s} {'d4rl':6s} {'local':6s} environment")
         for name, env in ENVS.items():
-            print(f"{name:24s} {env.minari or '-':28s} {'yes' if env.d4rl else '-':6s} {'yes' if name in collect.NAMES else '-':6s} {env.id}")
+            print(f"{name:24s} {env.minari or '-':28s} {'yes' if env.d4rl else '-':6s} {'yes' if local_id(name) else '-':6s} {env.id}")
         return
     if not args.env:
         raise UserError(f"which environment? python data.py {args.command} ENV")
+    env = None if args.env.startswith("minari:") else get_env(args.env)
     if args.command == "collect":
-        get_env(args.env)
-        if args.env not in collect.NAMES:
-            raise UserError(f"{args.env} cannot be regenerated here; local data exist for: {', '.join(collect.NAMES)}")
-        minari_root(args.data)
+        if args.data:
+            os.environ["MINARI_DATASETS_PATH"] = args.data
         collect_local(args.env, args.steps, args.seed)
-        print(load(args.env, "local", args.data).summary())
-    elif args.command == "download":
-        print(load(args.env, args.source, args.data, goal=False).summary())
-    else:
-        if not args.env.startswith("minari:"):
-            env = get_env(args.env)
-            print(f"{args.env}: {env.id}, {env.state_dim} state numbers" + (f" and {env.goal_dim} of the goal" if env.goal_dim else "") +
-                  f", {env.act_dim} action numbers, at most {env.max_ep_len} steps, return scale {env.rtg_scale:g}\n" +
-                  (f"score 0 is a return of {env.ref[0]:g}, score 100 of {env.ref[1]:g} (D4RL)\n" if env.ref else "") + (f"note: {env.note}\n" if env.note else ""), end="")
-            has_local = args.env in collect.NAMES and (minari_root(args.data) / collect.dataset_id(args.env)).exists()
-            has_d4rl = env.d4rl and (d4rl_root(args.data) / Path(env.d4rl).name).exists()
-            if args.source == "auto" and not has_d4rl and not (env.minari and (minari_root() / env.minari).exists()):
-                if not has_local:
-                    print(f"no data at hand: python data.py download {args.env}" + (f", or python data.py collect {args.env}" if args.env in collect.NAMES else ""))
-                    return
-                args.source = "local"
-        print(load(args.env, args.source, args.data, goal=False).summary())
+        args.source = "local"
+    elif args.command == "info" and env:
+        print(f"{args.env}: {env.id}, {env.state_dim} state numbers" + (f" and {env.goal_dim} of the goal" if env.goal_dim else "") +
+              f", {env.act_dim} action numbers, at most {env.max_ep_len} steps, return scale {env.rtg_scale:g}")
+        if env.ref:
+            print(f"score 0 is a return of {env.ref[0]:g}, score 100 of {env.ref[1]:g} (D4RL)")
+        if env.note:
+            print(f"note: {env.note}")
+        local = local_id(args.env)
+        places = dict(minari=env.minari and minari_root() / env.minari, d4rl=env.d4rl and d4rl_root(args.data) / Path(env.d4rl).name,
+                      local=local and minari_root() / local)
+        at_hand = [source for source, path in places.items() if path and path.exists()]
+        if args.source == "auto" and not at_hand:
+            print(f"no data at hand: python data.py download {args.env}" + (f", or python data.py collect {args.env}" if local else ""))
+            return
+        args.source = at_hand[0] if args.source == "auto" else args.source
+    print(load(args.env, args.source, args.data, goal=False).summary())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ A run's folder is all that is needed: normalisation, bounds, goal and environmen
 """
 import argparse
 import importlib
+import json
 import math
 import pickle
 from pathlib import Path
@@ -34,7 +35,7 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
     limit = (envs[0].spec and envs[0].spec.max_episode_steps) or meta["max_ep_len"]
     mean, std = meta["state_mean"].cpu().numpy(), meta["state_std"].cpu().numpy()
     states = torch.zeros(n, limit, len(mean), device=device)
-    actions = torch.zeros((n, limit) if discrete else (n, limit, meta["act_dim"]), dtype=torch.int64 if discrete else torch.float32, device=device)
+    actions = (torch.zeros(n, limit, dtype=torch.int64, device=device) if discrete else torch.zeros(n, limit, meta["act_dim"], device=device))
     rewards, rtg = torch.zeros(n, limit, 1, device=device), torch.zeros(n, limit, 1, device=device)
     timesteps = torch.arange(limit, device=device).clamp(max=meta["max_ep_len"] - 1)
     if not discrete:
@@ -46,7 +47,7 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
         pairs = [observe(o, meta["layout"]) for o in observations]
         x = np.stack([np.concatenate(p) if meta["goal"] else p[0] for p in pairs])
         if t == 0 and x.shape[1] != len(mean):
-            raise UserError(f"{envs[0].spec.id} gives {x.shape[1]} state numbers, but the model was trained on {len(mean)} ({meta['dataset']})")
+            raise UserError(f"the environment gives {x.shape[1]} state numbers, but the data ({meta['dataset']}) have {len(mean)}")
         rows = torch.as_tensor(alive, device=device)
         states[rows, t] = torch.from_numpy((x - mean) / std).to(device)
         if "rtg" not in zero:
@@ -106,16 +107,18 @@ def evaluate(model, meta, plan, seed=0, envs=None, sample=False, zero=()):
     for i in range(0, len(episodes), ROWS):
         part = episodes[i: i + ROWS]
         start, target, seeds = zip(*part, strict=True)
-        out.append(rollout(model, meta, envs[: len(part)], np.array(target, float), seeds, [meta["starts"][s] for s in start], sample, generator, zero))
+        options = [meta["starts"][s] for s in start]
+        out.append(rollout(model, meta, envs[: len(part)], np.array(target, float), seeds, options, sample, generator, zero))
     model.train(was_training)
     result = {k: np.concatenate([o[k] for o in out]) for k in out[0]}
     rows, at = [], 0
     for start, target, count in plan:
         r, length, success = (result[k][at: at + count] for k in ("return", "length", "success"))
         at += count
-        rows.append(dict(start=start, target=float(target), episodes=count, returns=r.tolist(), return_mean=float(r.mean()), return_std=float(r.std()),
-                         score=normalised(r.mean(), meta["ref"]), success=None if np.isnan(success).all() else float(100 * np.nanmean(success)),
-                         length=float(length.mean()), abs_error=float(np.abs(r - target).mean()), error_of_mean=float(abs(r.mean() - target))))
+        rows.append(dict(
+            start=start, target=float(target), episodes=count, returns=r.tolist(), return_mean=float(r.mean()), return_std=float(r.std()),
+            score=normalised(r.mean(), meta["ref"]), success=None if np.isnan(success).all() else float(100 * np.nanmean(success)),
+            length=float(length.mean()), abs_error=float(np.abs(r - target).mean()), error_of_mean=float(abs(r.mean() - target))))
     return rows
 
 
@@ -137,21 +140,30 @@ def alignment(rows):
     """{"rank_correlation", "abs_error", "episodes"} over all episodes of the rows: how closely achieved returns follow their targets."""
     target = np.repeat([r["target"] for r in rows], [r["episodes"] for r in rows])
     achieved = np.concatenate([r["returns"] for r in rows])
-    return {"rank_correlation": rank_correlation(target, achieved), "abs_error": float(np.abs(target - achieved).mean()), "episodes": len(target)}
+    return dict(rank_correlation=rank_correlation(target, achieved), abs_error=float(np.abs(target - achieved).mean()), episodes=len(target))
+
+
+def title(meta):
+    """Which model, on which environment, from which data."""
+    spec = meta["env_spec"]
+    where = "no environment" if spec is None else (spec if isinstance(spec, dict) else json.loads(spec))["id"]
+    return f"{meta['model']} on {meta['env']} ({where}), data {meta['dataset']} ({meta['source']})"
 
 
 def table(rows, headline=None):
     """The rows as text, the headline target starred, and under them how closely each start's returns follow the targets."""
-    lines = [f"{'start':8s} {'target':>9s} {'episodes':>8s} {'return':>18s} {'score':>7s} {'success':>8s} {'length':>7s} {'|target - achieved|':>20s}"]
+    lines = [f"{'start':8s}{'target':>9s}  episodes{'return':>19s}{'score':>8s}{'success':>9s}{'length':>8s}  |target - achieved|"]
     for r in rows:
-        lines.append(f"{r['start']:8s} {r['target']:8.1f}{'*' if r['target'] == headline else ' '} {r['episodes']:8d} {r['return_mean']:9.1f} ± {r['return_std']:6.1f} "
-                     f"{'-' if r['score'] is None else format(r['score'], '.1f'):>7s} {'-' if r['success'] is None else format(r['success'], '.1f') + ' %':>8s} "
-                     f"{r['length']:7.0f} {r['abs_error']:20.1f}")
+        score = "-" if r["score"] is None else f"{r['score']:.1f}"
+        success = "-" if r["success"] is None else f"{r['success']:.1f} %"
+        lines.append(f"{r['start']:8s}{r['target']:9.1f}{'*' if r['target'] == headline else ' '}{r['episodes']:9d}{r['return_mean']:10.1f} ± "
+                     f"{r['return_std']:6.1f}{score:>8s}{success:>9s}{r['length']:8.0f}{r['abs_error']:21.1f}")
     for start in dict.fromkeys(r["start"] for r in rows):
         group = [r for r in rows if r["start"] == start]
         if len(group) > 1:
             a = alignment(group)
-            lines.append(f"{start} start, all targets: rank correlation {a['rank_correlation']:.2f}, mean |target - achieved| {a['abs_error']:.1f} over {a['episodes']} episodes")
+            lines.append(f"{start} start, all targets: rank correlation {a['rank_correlation']:.2f}, "
+                         f"mean |target - achieved| {a['abs_error']:.1f} over {a['episodes']} episodes")
     return "\n".join(lines)
 
 
@@ -179,16 +191,65 @@ def plot_targets(rows, path, title=""):
     plt.close(fig)
 
 
+def plot_curve(rows, path):
+    """The loss, and the return of each target, against updates; rows are those of log.csv."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    loss = [(int(r["step"]), float(r["loss"])) for r in rows if r.get("loss")]
+    left.semilogy(*zip(*loss, strict=True), color="0.2")
+    left.set(xlabel="update", ylabel="loss")
+    played = [r for r in rows if r.get("checkpoint") == "last"]
+    for start, target in sorted({(r["start"], float(r["target"])) for r in played}):
+        at = [(int(r["step"]), float(r["return_mean"])) for r in played if (r["start"], float(r["target"])) == (start, target)]
+        right.plot(*zip(*at, strict=True), "o-", label=f"{start} {target:.0f}")
+    right.set(xlabel="update", ylabel="achieved return")
+    if played:
+        right.legend(title="target", fontsize=7)
+    for ax in (left, right):
+        ax.grid(alpha=0.3)
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def seeds_table(runs):
+    """Text for several seeds' rows: the mean over seeds and its 95 % interval (Student's t). runs: a list of lists of rows of one plan."""
+    n = len(runs)
+    t95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]     # by degrees of freedom, n - 1
+
+    def cell(values, digits=1):
+        if None in values:
+            return "-"
+        half = (t95[n - 1] if n <= 10 else 1.96) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.nan
+        return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
+    lines = [f"{n} seeds: mean ± 95 % interval", f"{'start':8s}{'target':>16s}{'return':>16s}{'score':>16s}{'success':>16s}  |target - achieved|"]
+    for group in zip(*runs, strict=True):
+        target, value, score, success, error = (cell([r[k] for r in group]) for k in ("target", "return_mean", "score", "success", "abs_error"))
+        lines.append(f"{group[0]['start']:8s}{target:>16s}{value:>16s}{score:>16s}{success:>16s}{error:>21s}")
+    for start in dict.fromkeys(r["start"] for r in runs[0]):
+        each = [alignment([r for r in rows if r["start"] == start]) for rows in runs]
+        lines.append(f"{start} start, all targets: rank correlation {cell([a['rank_correlation'] for a in each], 2)}, "
+                     f"mean |target - achieved| {cell([a['abs_error'] for a in each])}")
+    return "\n".join(lines)
+
+
 def film(model, meta, path, start, target, seed=0, sample=False):
-    """Write one episode as a film (.gif, or .mp4 where imageio has ffmpeg); returns its return. Raises UserError if nothing can be rendered."""
+    """Write one episode as a film (.gif, or .mp4 where imageio has ffmpeg); returns its return. Raises UserError if it cannot be rendered."""
     import imageio
     frames = []
+
+    def shoot(t):       # every second frame at half size: a tenth of the bytes, and as clear
+        if t % 2 == 0:
+            frames.append(env.render()[::2, ::2])
     try:
         env = make_env(meta["env_spec"], render_mode="rgb_array")
-        result = rollout(model, meta, [env], np.array([target]), [1000 * seed], [meta["starts"][start]], sample,
-                         torch.Generator(next(model.parameters()).device).manual_seed(seed), on_step=lambda t: frames.append(env.render()[::2, ::2]) if t % 2 == 0 else None)
+        generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+        result = rollout(model, meta, [env], np.array([target]), [1000 * seed], [meta["starts"][start]], sample, generator, on_step=shoot)
+        gif = {"duration": 2000 / env.metadata.get("render_fps", 50), "loop": 0} if str(path).endswith(".gif") else {}
+        imageio.mimsave(path, frames, **gif)
         env.close()
-        imageio.mimsave(path, frames, **({"duration": 2000 / env.metadata.get("render_fps", 50), "loop": 0} if str(path).endswith(".gif") else {}))
     except UserError:
         raise
     except Exception as e:      # rendering fails in as many ways as there are drivers
@@ -207,7 +268,7 @@ def load_run(run, which="last", device="cpu"):
         name = torch.load(file, map_location="cpu", weights_only=True)["meta"]["model"]
         return importlib.import_module(f"models.{name}").Model.load(run, which, device)
     except (RuntimeError, KeyError, TypeError, EOFError, pickle.UnpicklingError, ModuleNotFoundError) as e:
-        raise UserError(f"{file} is not a checkpoint of this project or is damaged ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})") from e
+        raise UserError(f"{file} is damaged or not a checkpoint of this project ({type(e).__name__}: {str(e)[:200]})") from e
 
 
 def pick_device(name):
@@ -247,8 +308,8 @@ def command_line():
         plan = [(s, t, args.episodes or meta["plan"][0][2]) for s in starts for t in args.targets]
     else:
         plan = [(s, t, args.episodes or n) for s, t, n in meta["plan"] if s in starts]
-    print(f"{meta['model']} on {meta['env']}, {args.checkpoint} checkpoint (step {meta['step']:,}), data {meta['dataset']} ({meta['source']}), "
-          f"seed {args.seed}" + (f", without {' and '.join(args.zero)}" if args.zero else ""))
+    print(f"{title(meta)}, {args.checkpoint} checkpoint (update {meta['step']:,}), seed {args.seed}"
+          + (f", without {' and '.join(args.zero)}" if args.zero else ""))
     print(table(evaluate(model, meta, plan, args.seed, sample=meta["sample"], zero=args.zero), meta["headline"]))
     if args.video:
         target = args.targets[0] if args.targets else meta["headline"]

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import data
 from data import UserError, Windows, nearest
-from eval import evaluate, load_run, pick_device, plot_targets, rank_correlation, table
+from eval import evaluate, load_run, pick_device, plot_curve, plot_targets, seeds_table, table, title
 
 MODELS = sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))
 
@@ -122,22 +122,23 @@ def describe(cfg, values, origin):
     """The settings, one line for each place they come from."""
     groups = {}
     for key, x in (dataclasses.asdict(cfg) | values).items():
-        groups.setdefault(origin.get(key, "default"), []).append(f"{key}={x}")
+        groups.setdefault(origin[key], []).append(f"{key}={x}")
     return "\n".join(f"  {source}: {' '.join(items)}" for source, items in groups.items())
 
 
 def counters(model, values):
-    """{"params", "mixer_params", "macs"}: all parameters, those of the token mixers, multiply-accumulates to predict one window's actions."""
+    """{"params", "mixer_params", "macs"}: all parameters, those of token mixers, multiply-accumulates to predict one window's actions."""
     from torch.utils.flop_counter import FlopCounterMode
     device, K, A = next(model.parameters()).device, values["context_len"], values["act_dim"]
-    batch = dict(states=torch.zeros(1, K, *values["state_shape"]), actions=torch.zeros(1, K, dtype=torch.int64) if values["discrete"] else torch.zeros(1, K, A),
-                 rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1), timesteps=torch.arange(K)[None], mask=torch.ones(1, K, dtype=torch.bool))
+    actions = torch.zeros(1, K, dtype=torch.int64) if values["discrete"] else torch.zeros(1, K, A)
+    batch = dict(states=torch.zeros(1, K, *values["state_shape"]), actions=actions, rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1),
+                 timesteps=torch.arange(K)[None], mask=torch.ones(1, K, dtype=torch.bool))
     was_training = model.training
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         model.eval()(**{k: x.to(device) for k, x in batch.items()})
     model.train(was_training)
-    return dict(params=sum(p.numel() for p in model.parameters()),
-                mixer_params=sum(p.numel() for name, p in model.named_parameters() if ".mixer." in name), macs=flops.get_total_flops() // 2)
+    return dict(params=sum(p.numel() for p in model.parameters()), macs=flops.get_total_flops() // 2,
+                mixer_params=sum(p.numel() for name, p in model.named_parameters() if ".mixer." in name))
 
 
 # --------------------------------------------------------------------------- one training step
@@ -261,100 +262,81 @@ def write_atomically(path, write):
 
 
 class Log:
-    """log.csv: a row for each logged step, and one for each (step, target) of an evaluation. No clock in it: a resumed run writes the same file."""
+    """log.csv: a row for each logged update, and one for each (update, target) of an evaluation; checkpoint says which weights played.
+
+    There is no clock in it, so that a resumed run writes the very file of an uninterrupted one.
+    """
     COLUMNS = ["step", "model", "env", "dataset", "source", "seed", "lr", "loss", "checkpoint", "start", "target", "episodes",
                "return_mean", "return_std", "score", "success", "length", "abs_error", "error_of_mean"]
 
-    def __init__(self, path, meta, extra=()):
-        self.path, self.columns = path, self.COLUMNS + [k for k in extra if k not in self.COLUMNS]
-        self.common = dict(model=meta["model"], env=meta["env"], dataset=meta["dataset"], source=meta["source"], seed=meta["seed"])
-        self.rows = []
-
-    def resume(self, step):
-        with open(self.path, newline="") as f:
-            self.rows = [row for row in csv.DictReader(f) if int(row["step"]) <= step and row["checkpoint"] in ("", "now")]
-        self.write()
+    def __init__(self, path, meta):
+        self.path, self.columns, self.rows = path, list(self.COLUMNS), []
+        self.common = {k: meta[k] for k in ("model", "env", "dataset", "source", "seed")}
 
     def add(self, **row):
-        self.rows.append({k: v for k, v in (self.common | row).items() if k in self.columns})
+        self.columns += [k for k in row if k not in self.columns]       # a model's own terms of the loss
+        self.rows.append(self.common | row)
 
     def write(self):
         def dump(path):
-            with open(path, "w", newline="") as f:
+            with open(path, "w", newline="", encoding="utf-8") as f:
                 out = csv.DictWriter(f, self.columns)
                 out.writeheader()
                 out.writerows(self.rows)
         write_atomically(self.path, dump)
 
 
-def plot_curve(rows, path):
-    """Loss, and the return of each target, against updates."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
-    loss = [(int(r["step"]), float(r["loss"])) for r in rows if r.get("loss") not in (None, "")]
-    left.semilogy(*zip(*loss, strict=True), color="0.2")
-    left.set(xlabel="update", ylabel="loss")
-    played = [r for r in rows if r.get("checkpoint") == "now"]
-    for target in sorted({float(r["target"]) for r in played}):
-        at = [(int(r["step"]), float(r["return_mean"])) for r in played if float(r["target"]) == target]
-        right.plot(*zip(*at, strict=True), "o-", label=f"{target:.0f}")
-    right.set(xlabel="update", ylabel="achieved return")
-    if played:
-        right.legend(title="target", fontsize=8)
-    for ax in (left, right):
-        ax.grid(alpha=0.3)
-    fig.tight_layout()
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
-
-
 # --------------------------------------------------------------------------- training
 
 def prepare(cfg, values, origin, trajectories=None):
-    """(model, windows, meta) on the device. meta is all that acting needs besides the weights, in tensors and plain Python."""
-    device = pick_device(cfg.device)
-    goal = values.get("goal", "none") != "none"
+    """(model, windows, meta, trajectories), on the device. meta is all that acting needs besides the weights, in tensors and plain Python."""
+    device, env = pick_device(cfg.device), data.ENVS.get(cfg.env) if trajectories is None else None
+    goal = values["goal"] != "none"
     t = data.load(cfg.env, cfg.source, cfg.data, goal) if trajectories is None else trajectories
-    env = data.ENVS.get(cfg.env)
     if cfg.pct_traj < 1:
         t = t.top(cfg.pct_traj)
     goal_dim = t.goals.shape[1] if goal and t.goals is not None else 0
     act_dim = t.n_actions or t.actions.shape[1]
     model = build_model(cfg, values, origin, t.states.shape[1] + goal_dim, act_dim, t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
-    rtg_scale = cfg.rtg_scale or (env.rtg_scale if env and trajectories is None else max(1.0, float(t.returns.abs().max())))
+    # an environment that we know nothing of: returns-to-go of at most 1
+    rtg_scale = cfg.rtg_scale or (env.rtg_scale if env else max(1.0, float(t.returns.abs().max())))
     windows = Windows(t, values["context_len"], device, rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
-    meta = dict(model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=t.env_spec, layout=t.layout, goal=goal_dim > 0,
-                state_mean=windows.mean, state_std=windows.std, rtg_scale=rtg_scale, reward_scale=cfg.reward_scale, max_ep_len=values["max_ep_len"],
-                act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
-                ref=env.ref if env else None, starts=env.starts if env else {"random": None}, sample=cfg.sample, seed=cfg.seed, step=0)
+    meta = dict(
+        model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=t.env_spec,
+        layout=t.layout, goal=goal_dim > 0, state_mean=windows.mean, state_std=windows.std, rtg_scale=rtg_scale, reward_scale=cfg.reward_scale,
+        act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
+        max_ep_len=values["max_ep_len"], ref=env.ref if env else None, starts=env.starts if env else {"random": None}, sample=cfg.sample,
+        seed=cfg.seed, step=0, headline=None, plan=[])
     return model, windows, meta, t
 
 
-def choose_targets(cfg, origin, meta, trajectories, envs):
-    """Write headline and plan into meta: which returns to ask for, from which starts, how many episodes each."""
-    t, returns, share = trajectories, trajectories.returns.double().numpy(), 95
+def choose_targets(cfg, origin, meta, t, env):
+    """Write into meta which returns to ask for, the headline among them, from which starts and in how many episodes; says why in a line."""
+    returns, share, place = t.returns.double().numpy(), 95, ""
     starts = list(meta["starts"])
     if "far" in starts and t.goals is not None:
-        # from anywhere, the distance to the goal decides the return; from the far pair, the agent's speed does
-        maze, pair = envs[0].unwrapped.maze, meta["starts"]["far"]
+        maze, pair = env.unwrapped.maze, meta["starts"]["far"]
         near = torch.ones(len(t.lengths), dtype=torch.bool)
         for x, cell in ((t.states, pair["reset_cell"]), (t.goals, pair["goal_cell"])):
-            near &= (x[t.starts[:-1], :2] - torch.as_tensor(maze.cell_rowcol_to_xy(np.array(cell)), dtype=torch.float32)).abs().amax(1) < 0.5 * maze.maze_size_scaling
+            centre = torch.as_tensor(maze.cell_rowcol_to_xy(np.array(cell)), dtype=torch.float32)
+            near &= (x[t.starts[:-1], :2] - centre).abs().amax(1) < 0.5 * maze.maze_size_scaling
         if near.sum() >= 10:
-            returns, share = returns[near.numpy()], 80
-    asked = cfg.targets and (origin["targets"] == "command line" or meta["source"] == "d4rl")      # a paper's targets hold for the paper's data
-    targets = list(cfg.targets) if asked else np.linspace(*np.percentile(returns, [5, 95]), 5).tolist()
-    meta["headline"] = targets[0] if asked else targets[-1] if share == 95 else float(np.percentile(returns, share))
+            returns, share, place = returns[near.numpy()], 80, " of the far pair"
+    # a paper's targets hold for the paper's data
+    asked = cfg.targets and (origin["targets"] == "command line" or meta["source"] == "d4rl")
+    targets = list(cfg.targets) if asked else np.linspace(*np.percentile(returns, [5, 95]), 5).round(1).tolist()
+    headline = targets[0] if asked else targets[-1] if share == 95 else float(np.percentile(returns, share).round(1))
+    cfg.targets, origin["targets"] = tuple(targets), origin["targets"] if asked else "data"
+    meta["headline"] = headline
     meta["plan"] = [(s, x, cfg.eval_episodes) for s in starts for x in dict.fromkeys(targets)]
-    if meta["headline"] not in targets:
-        meta["plan"].insert(0, (starts[0], meta["headline"], 5 * cfg.eval_episodes))
-    return f"targets {', '.join(f'{x:.1f}' for x in targets)}; headline {meta['headline']:.1f} ({'as asked' if asked else f'{share}th percentile' + (' of the far pair' if share == 80 else '')})"
+    if headline not in targets:
+        meta["plan"].insert(0, (starts[0], headline, 5 * cfg.eval_episodes))
+    return (f"targets {', '.join(f'{x:g}' for x in targets)}, headline {headline:g} "
+            f"({origin['targets'] if asked else f'{share}th percentile{place}; targets from its 5th to its 95th'})")
 
 
 def train(trajectories=None, resume=False, **given):
-    """Train and evaluate one run; the settings are those of the command line. Returns {"run", "rows", "best_rows", "meta", "seconds"}.
+    """Train and evaluate one run; given are the settings of the command line. Returns {"run", "rows", "best_rows", "meta", "seconds"}.
 
     trajectories: a Trajectories of your own in place of the environment's data.
     """
@@ -364,127 +346,118 @@ def train(trajectories=None, resume=False, **given):
     device = windows.table.device
     generator = torch.Generator(device).manual_seed(cfg.seed)       # draws batches and nothing else
     optimizer = make_optimizer(model, cfg, device)
-    folder = run_folder(cfg, resume)
     envs, note = [], "no evaluation"
     if cfg.eval_episodes and meta["env_spec"] is not None:
         envs.append(data.make_env(meta["env_spec"]))
-        note = choose_targets(cfg, origin, meta, t, envs)
-    else:
-        meta |= dict(headline=None, plan=[])
-    print(f"{cfg.model} on {meta['env']}, {sum(p.numel() for p in model.parameters()):,} parameters; {cfg.steps:,} updates of {cfg.batch_size} windows of "
-          f"{values['context_len']} steps; {device}" + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else f" ({torch.cuda.get_device_name()})"))
-    print(t.summary() + f"\n{note}\nsettings\n{describe(cfg, values, origin)}\n{folder}", flush=True)
-    fingerprint = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}
-
+        note = choose_targets(cfg, origin, meta, t, envs[0])
+    folder = run_folder(cfg, resume)
+    where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name()})"
+    print(f"{title(meta)}\n{t.summary()}\n{note}\n{cfg.steps:,} updates of {cfg.batch_size} windows of {values['context_len']} steps, "
+          f"{sum(p.numel() for p in model.parameters()):,} parameters, on {where}\nsettings by where they come from\n{describe(cfg, values, origin)}\n"
+          f"run folder {folder}", flush=True)
+    log = Log(folder / "log.csv", meta)
+    # what decides the numbers; a run is only continued with the same
+    fixed = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}
     done, best, sums, count = 0, None, {}, 0
-    model.train()
     if resume:
-        try:
-            checkpoint = torch.load(folder / "last.pt", map_location=device, weights_only=True)
-        except Exception as e:
-            raise UserError(f"{folder / 'last.pt'} cannot be read ({type(e).__name__})") from e
-        old = checkpoint["settings"]
-        changed = [f"{k}: {old.get(k)} then, {x} now" for k, x in fingerprint.items() if old.get(k) != x]
-        if changed:
-            raise UserError(f"{folder} was started with other settings and cannot go on with these: {'; '.join(changed)}")
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        generator.set_state(checkpoint["generator"].cpu())
-        torch.set_rng_state(checkpoint["torch_rng"].cpu())
-        if device.type == "cuda" and checkpoint["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu())
-        done, best, sums, count = (checkpoint[k] for k in ("step", "best", "sums", "count"))
-        print(f"resuming after update {done:,}")
-    log = Log(folder / "log.csv", meta, checkpoint["columns"] if resume else ())
-    if resume:
-        log.resume(done)
+        state = read_checkpoint(folder / "last.pt", device, fixed)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["generator"].cpu())
+        torch.set_rng_state(state["torch_rng"].cpu())
+        if device.type == "cuda" and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"].cpu())
+        done, best, sums, count, log.columns, log.rows = (state[k] for k in ("step", "best", "sums", "count", "columns", "rows"))
+        print(f"resuming after update {done:,}", flush=True)
 
     def save(which="last", **more):
         meta["step"] = done
-        content = dict(model=model.state_dict(), model_config=dict(values), settings=fingerprint, meta=meta, step=done, **more)
+        content = dict(model=model.state_dict(), model_config=values, settings=fixed, meta=meta, step=done, **more)
         write_atomically(folder / f"{which}.pt", lambda path: torch.save(content, path))
 
     def save_all():
         log.write()
         save(optimizer=optimizer.state_dict(), generator=generator.get_state(), torch_rng=torch.get_rng_state(), best=best, sums=sums, count=count,
-             columns=log.columns, cuda_rng=torch.cuda.get_rng_state() if device.type == "cuda" else None)
+             columns=log.columns, rows=log.rows, cuda_rng=torch.cuda.get_rng_state() if device.type == "cuda" else None)
 
-    def play(plan, checkpoint):
-        rows = evaluate(model, meta, plan, cfg.seed, envs, cfg.sample)
+    def play(plan, player=model, checkpoint="last", step=None):
+        rows = evaluate(player, meta, plan, cfg.seed, envs, cfg.sample)
         for row in rows:
-            log.add(step=done, checkpoint=checkpoint, **row)
+            log.add(step=step or done, checkpoint=checkpoint, **{k: x for k, x in row.items() if k != "returns"})
         return rows
 
+    model.train()
     step = make_step(model, windows, optimizer, cfg, generator)
     log_every, save_every = max(1, cfg.steps // 100), max(1, cfg.steps // 20)
     eval_every = max(1, cfg.steps // 4) if cfg.eval_every is None else cfg.eval_every
-    quick = [(s, x, min(n, 10)) for s, x, n in meta["plan"] if s == list(meta["starts"])[-1]]        # what evaluations on the way play
-    stop = Stopper()
-    bar = tqdm(total=cfg.steps, initial=done, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
-    started, first = time.time(), done
-    with stop, bar:
+    quick = [(s, x, min(n, 10)) for s, x, n in meta["plan"] if s == list(meta["starts"])[-1]]       # played on the way
+    stop, started, first = Stopper(), time.time(), done
+    with stop, tqdm(total=cfg.steps, initial=done, unit="update", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         while done < cfg.steps and not stop.asked:
             lr = learning_rate(cfg, done)
             set_learning_rate(optimizer, lr)
-            terms = step()
-            for k, x in terms.items():
+            for k, x in step().items():
                 sums[k] = sums[k] + x if k in sums else x.clone()
-            count += 1
-            done += 1
+            done, count = done + 1, count + 1
             bar.update()
-            if done - first == 20 and bar.disable:
+            if bar.disable and done == first + 20:
                 print(f"about {(time.time() - started) / 20 * (cfg.steps - done) / 60:.1f} minutes to train", flush=True)
             if done % log_every == 0 or done == cfg.steps:
                 mean = {k: float(x) / count for k, x in sums.items()}
                 if not math.isfinite(mean["loss"]):
-                    raise UserError(f"the loss is {mean['loss']} at update {done}; training has diverged (a smaller --lr may help). The checkpoint before it is kept")
-                log.columns += [k for k in mean if k not in log.columns]
+                    raise UserError(f"the loss is {mean['loss']} at update {done}: training has diverged; a smaller --lr may help")
                 log.add(step=done, lr=lr, **mean)
                 sums, count = {}, 0
                 bar.set_postfix(loss=f"{mean['loss']:.4f}")
                 if bar.disable and done % (10 * log_every) == 0:
                     print(f"update {done:6,}  loss {mean['loss']:.4f}  {(done - first) / (time.time() - started):.1f} updates/s", flush=True)
             if quick and eval_every and done % eval_every == 0 and done < cfg.steps:
-                rows = play(quick, "now")
-                value = quality(rows, meta)
+                value = quality(play(quick), meta)
                 if best is None or value > best:
                     best = value
                     save("best")
-            if done % save_every == 0 and done < cfg.steps or stop.asked:
+            if stop.asked or done % save_every == 0 or done == cfg.steps:
                 save_all()
     if stop.asked and done < cfg.steps:
         print(f"stopped after update {done:,}; the same command with --resume goes on", flush=True)
         sys.exit(130)
-    trained = time.time() - started
-    save_all()
+
     result = dict(run=folder, rows=[], best_rows=[], meta=meta, seconds=time.time() - began)
+    text = f"{title(meta)}, seed {cfg.seed}\ntrained in {time.time() - started:.0f} s on {where}"
     if meta["plan"]:
-        rows = result["rows"] = play(meta["plan"], "now")
+        rows = result["rows"] = play(meta["plan"])
         value = quality(rows, meta)
         if best is None or value >= best:
             best = value
             save("best")
-        title = f"{cfg.model} on {meta['env']} ({meta['env_spec']['id'] if isinstance(meta['env_spec'], dict) else 'its own environment'}), data {meta['dataset']} ({meta['source']}), seed {cfg.seed}"
-        text = f"{title}\nlast checkpoint (update {done:,})\n{table(rows, meta['headline'])}"
-        best_model, best_meta = load_run(folder, "best", device)
-        if best_meta["step"] != done:
-            plan = [p for p in meta["plan"] if p[1] == meta["headline"]][:1]
-            result["best_rows"] = evaluate(best_model, meta, plan, cfg.seed, envs, cfg.sample)
-            for row in result["best_rows"]:
-                log.add(step=best_meta["step"], checkpoint="best", **row)
-            text += f"\nbest checkpoint (update {best_meta['step']:,}, chosen by its evaluations on the way)\n{table(result['best_rows'], meta['headline'])}"
-        else:
+        text += f"\nlast checkpoint (update {done:,})\n{table(rows, meta['headline'])}"
+        best_step = torch.load(folder / "best.pt", map_location="cpu", weights_only=True)["step"]
+        if best_step == done:
             text += "\nthe best checkpoint is the last"
-        result["seconds"] = time.time() - began
-        text += f"\ntrained in {trained:.0f} s, {result['seconds']:.0f} s in all"
-        print("\n" + text)
+        else:
+            plan = [p for p in meta["plan"] if p[1] == meta["headline"]][:1]
+            result["best_rows"] = play(plan, load_run(folder, "best", device)[0], "best", best_step)
+            text += f"\nbest checkpoint (update {best_step:,}, chosen on the way)\n{table(result['best_rows'], meta['headline'])}"
+        plot_targets(rows, folder / "targets.png", title(meta))
         write_atomically(folder / "table.txt", lambda path: path.write_text(text + "\n", encoding="utf-8"))
-        plot_targets(rows, folder / "targets.png", f"{cfg.model} on {meta['env']}, {meta['source']} data")
     log.write()
-    save_all()
     plot_curve(log.rows, folder / "curve.png")
-    print(f"{folder}: log.csv, curve.png" + (", targets.png, table.txt" if meta["plan"] else "") + f"; again with: python eval.py {folder}")
+    result["seconds"] = time.time() - began
+    files = "log.csv, curve.png" + (", targets.png, table.txt" if meta["plan"] else "")
+    print(f"\n{text}\n{result['seconds']:.0f} s in all; {folder} holds {files}", flush=True)
     return result
+
+
+def read_checkpoint(path, device, fixed):
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        old = state["settings"]
+    except Exception as e:      # torch raises what the damage happens to cause
+        raise UserError(f"{path} cannot be read ({type(e).__name__}: {str(e)[:200]})") from e
+    changed = [f"{k} was {old.get(k)} and is now {x}" for k, x in fixed.items() if old.get(k) != x]
+    if changed:
+        raise UserError(f"{path.parent} was started with other settings: {'; '.join(changed)}")
+    return state
 
 
 def quality(rows, meta):
@@ -516,76 +489,56 @@ class Stopper:
             signal.signal(s, handler)
 
 
-def seeds_table(results):
-    """Mean over seeds and its 95 % interval (Student's t) of each row, as text."""
-    t95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
-    n = len(results)
-    t = t95[n - 2] if 2 <= n <= 10 else 1.96
-    lines = [f"{n} seeds: mean ± 95 % interval", f"{'start':8s} {'target':>15s} {'return':>18s} {'score':>15s} {'success':>17s} {'|target - achieved|':>20s}"]
-
-    def cell(x, digits=1):
-        return "-" if None in x else f"{np.mean(x):.{digits}f} ± {t * np.std(x, ddof=1) / math.sqrt(n) if n > 1 else math.nan:.{digits}f}"
-    for group in zip(*(r["rows"] for r in results), strict=True):
-        column = {k: [row[k] for row in group] for k in ("target", "return_mean", "score", "success", "abs_error")}
-        lines.append(f"{group[0]['start']:8s} {cell(column['target']):>15s} {cell(column['return_mean']):>18s} {cell(column['score']):>15s} {cell(column['success']):>17s} {cell(column['abs_error']):>20s}")
-    for start in dict.fromkeys(row["start"] for row in results[0]["rows"]):
-        per_seed = []
-        for r in results:
-            rows = [row for row in r["rows"] if row["start"] == start]
-            per_seed.append(rank_correlation(np.repeat([x["target"] for x in rows], [x["episodes"] for x in rows]), np.concatenate([x["returns"] for x in rows])))
-        if not np.isnan(per_seed).any():
-            lines.append(f"{start} start: rank correlation {cell(per_seed, 2)}")
-    return "\n".join(lines)
-
+# --------------------------------------------------------------------------- without training
 
 def bench(updates, given):
     """Time whole updates, batch sampling included, on random data of the environment's shape; the last line printed is JSON."""
     cfg, values, origin = settings(given)
     env, g = data.get_env(cfg.env), np.random.default_rng(0)
-    E = -(-200_000 // env.max_ep_len)
-    N = E * env.max_ep_len
-    t = data.Trajectories(g.standard_normal((N, env.state_dim), np.float32), g.uniform(-1, 1, (N, env.act_dim)).astype(np.float32), g.standard_normal(N, np.float32),
-                          [env.max_ep_len] * E, goals=g.standard_normal((N, env.goal_dim), np.float32) if env.goal_dim else None, max_ep_len=env.max_ep_len)
+    T, E = env.max_ep_len, -(-200_000 // env.max_ep_len)
+    goals = g.standard_normal((E * T, env.goal_dim), np.float32) if env.goal_dim else None
+    t = data.Trajectories(g.standard_normal((E * T, env.state_dim), np.float32), g.uniform(-1, 1, (E * T, env.act_dim)),
+                          g.standard_normal(E * T, np.float32), [T] * E, goals=goals, dataset="random numbers", max_ep_len=T)
     model, windows, _, _ = prepare(cfg, values, origin, t)
     device = windows.table.device
-    numbers = counters(model, values)
+    sizes = counters(model, values)
     model.train()
     optimizer = make_optimizer(model, cfg, device)
     set_learning_rate(optimizer, cfg.lr)
     step = make_step(model, windows, optimizer, cfg, torch.Generator(device).manual_seed(cfg.seed))
     cuda = device.type == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
     for _ in range(min(20, updates)):
         step()
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+    wait()
     times = []
     for _ in range(updates):
         begin = time.perf_counter()
         step()
-        if cuda:
-            torch.cuda.synchronize()
+        wait()
         times.append(1e3 * (time.perf_counter() - begin))
     ms = float(np.median(times))
-    peak = torch.cuda.max_memory_reserved() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    unit = 2**20 if cuda or sys.platform == "darwin" else 2**10
+    peak = (torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / unit
     print(describe(cfg, values, origin))
-    print(json.dumps(dict(model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **numbers, peak_mib=round(peak), batch_size=cfg.batch_size,
-                          context_len=values["context_len"], device=torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads", torch=torch.__version__)))
+    print(json.dumps(dict(model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **sizes, peak_mib=round(peak),
+                          batch_size=cfg.batch_size, context_len=values["context_len"], torch=torch.__version__,
+                          device=torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads")))
 
 
 def show(given):
-    """Print every setting and where it came from, and the size of the model."""
+    """Print every setting and where it came from, and the size of the model where the environment is one of data.ENVS."""
     cfg, values, origin = settings(given)
-    if cfg.env in data.ENVS:
-        env = data.ENVS[cfg.env]
-        goal_dim = env.goal_dim if values.get("goal", "none") != "none" else 0
-        model = build_model(cfg, values, origin, env.state_dim + goal_dim, env.act_dim, False, env.max_ep_len, goal_dim)
+    env, sizes = data.ENVS.get(cfg.env), None
+    if env:
+        goal_dim = env.goal_dim if values["goal"] != "none" else 0
+        sizes = counters(build_model(cfg, values, origin, env.state_dim + goal_dim, env.act_dim, False, env.max_ep_len, goal_dim), values)
         if cfg.rtg_scale is None:
             cfg.rtg_scale, origin["rtg_scale"] = env.rtg_scale, "environment"
     for key, x in (dataclasses.asdict(cfg) | values).items():
-        print(f"{key:16s} {str(x):28s} {origin.get(key, 'default')}")
-    if cfg.env in data.ENVS:
-        print(", ".join(f"{x:,} {k}" for k, x in counters(model, values).items()))
+        print(f"{key:16s} {str(x):28s} {origin[key]}")
+    if sizes:
+        print(", ".join(f"{x:,} {k}" for k, x in sizes.items()))
 
 
 # --------------------------------------------------------------------------- command line
@@ -609,7 +562,8 @@ def parse(argv):
     if name not in MODELS:
         raise UserError(f"no model is called {name!r}; {nearest(name, MODELS)}")
     module = importlib.import_module(f"models.{name}")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)
     parser.add_argument("--show", action="store_true", help="print every setting and where it came from, and stop")
     parser.add_argument("--bench", type=int, metavar="N", help="time N updates; no evaluation")
     parser.add_argument("--resume", action="store_true", help="go on with the newest run of these settings")
@@ -642,7 +596,8 @@ def parse(argv):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]
-        raise UserError(f"{name} has no flag {word}; {nearest(word, flags)}" if word.startswith("-") else f"what is {word!r}? Settings are given as --name value")
+        raise UserError(f"{name} has no flag {word}; {nearest(word, flags)}" if word.startswith("-")
+                        else f"what is {word!r}? Settings are given as --name value")
     given = {k: tuple(v) if isinstance(v, list) and k != "seeds" else v for k, v in vars(args).items()}
     options = {k: given.pop(k, None) for k in ("show", "bench", "resume", "seeds")}
     return options, given
@@ -660,7 +615,7 @@ def main():
     elif options["seeds"]:
         results = [train(resume=bool(options["resume"]), **given | {"seed": s}) for s in options["seeds"]]
         if results[0]["rows"]:
-            print("\n" + seeds_table(results))
+            print("\n" + seeds_table([r["rows"] for r in results]))
     else:
         train(resume=bool(options["resume"]), **given)
 

@@ -47,7 +47,7 @@ PRESETS = {
     "halfcheetah": dict(targets=(12000.0, 6000.0)),     # paper 6000, code 12000 and 6000
     "walker2d": dict(targets=(5000.0, 2500.0)),
     "antmaze": dict(activation="gelu", batch_size=128, lr=4e-4, weight_decay=3e-4, targets=(1.0,)),   # LSDT paper's DT baseline
-    "maze2d": dict(activation="gelu", rtg_scale=1.0, targets=(280.0, 140.0)),           # this line and the next four: CORL's DT configurations
+    "maze2d": dict(activation="gelu", rtg_scale=1.0, targets=(280.0, 140.0)),      # from here to relocate: CORL's DT configurations
     "pen": dict(activation="gelu", rtg_scale=1.0, targets=(3100.0, 1550.0)),
     "door": dict(activation="gelu", rtg_scale=1.0, targets=(2900.0, 1450.0)),
     "hammer": dict(activation="gelu", rtg_scale=1.0, targets=(12800.0, 6400.0)),
@@ -123,7 +123,7 @@ class Model(nn.Module):
         super().__init__()
         self.cfg = cfg
         d, (S,) = cfg.d, cfg.state_shape
-        self.G = G = cfg.goal_dim if cfg.goal in ("action", "rtg", "embed") else 0      # goal numbers that a token other than the state reads
+        self.G = G = cfg.goal_dim if cfg.goal in ("action", "rtg", "embed") else 0      # goal numbers read by other tokens
         if cfg.goal == "action" and not cfg.use_actions or cfg.goal == "rtg" and cfg.condition == "none":
             raise ValueError(f"goal={cfg.goal!r} needs the token that it is written into: use_actions=True, or condition other than none")
         self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step

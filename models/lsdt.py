@@ -382,6 +382,8 @@ def unread(cfg):
         out["rewards"] = "condition is not reward"
     if not cfg.use_actions:
         out["actions"] = "no action tokens"
+    if cfg.branch == "dynamic" and cfg.kernel == 1:
+        out |= dict.fromkeys([f"blocks.{i}.mixer.short.logits" for i in range(cfg.n_layer)], "the softmax of a single tap is 1")
     tokens, state_at = 1 + (cfg.condition != "none") + cfg.use_actions, int(cfg.condition != "none")
     if round(cfg.conv_ratio * cfg.d / 4) == cfg.d // 4 and cfg.routing != "weight":     # no long branch: only what the kernels reach
         reach = cfg.n_layer * (cfg.kernel - 1)

@@ -68,7 +68,7 @@ PRESETS = {
     "walker2d-medium-expert": dict(targets=seven(982.94, 4963.50)),
     "ant-medium-expert": dict(d=256, targets=seven(543.01, 5350.66)),           # not in the paper: the code's
     "small": dict(  # ours: minutes on a laptop; the short context is DT's
-        n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=3700, lr=1.5e-3, warmup=100, schedule="cosine",
+        n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=3000, lr=1.5e-3, warmup=100, schedule="cosine",
         eval_episodes=10,
     ),
 }

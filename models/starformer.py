@@ -47,7 +47,7 @@ PRESETS = {
         condition="reward",                 # Sec. 6.4; the gym code's default is none. RADT's comparison runs it with "rtg"
     ),
     "small": dict(  # ours: minutes on a laptop. Only a return-to-go can be followed
-        condition="rtg", n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=3700, lr=1.5e-3, warmup=100,
+        condition="rtg", n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=2500, lr=1.5e-3, warmup=100,
         schedule="cosine", eval_episodes=10,
     ),
 }
@@ -164,7 +164,7 @@ class Model(nn.Module):
         z, time = self.groups(states, actions, rewards, rtg), self.embed_time[:K]           # time (K, d)
         h = self.drop(self.embed_state(states) + time)                                      # Eq. 5, (B, K, d)
 
-        def star(fold):
+        def star(fold, z):
             return fold(z).view(B, K, -1) + time                                            # Eq. 4, (B, K, d)
 
         def woven(g, h):
@@ -173,12 +173,12 @@ class Model(nn.Module):
         if cfg.connect == "stack":
             for step in self.steps:
                 z = step(z)
-            g = star(self.folds[0])
+            g = star(self.folds[0], z)
         for i, sequence in enumerate(self.sequence):
             top = i == cfg.n_layer - 1
             if cfg.connect != "stack":
                 z = self.steps[i](z)
-                g = star(self.folds[i])
+                g = star(self.folds[i], z)
             # The outputs at g are dropped (Sec. 4.3), so h alone asks: half of the queries, projections and MLPs are never computed
             if cfg.connect == "layerwise":
                 x, rows = woven(g, h), slice(1, None, 2)

@@ -91,14 +91,14 @@ def plain_model(model, batch):
 
         if cfg.connect == "stack":
             for step in model.steps:
-                groups = [plain_layer(step, z, lambda i: n) for z in groups]
+                groups = [plain_layer(step, z, lambda i, n=n: n) for z in groups]
             y = woven(represent(model.folds[0], groups), h)
             for sequence in model.sequence:
                 y = plain_layer(sequence, y, lambda i: i + 1)
             h = y[1::2]
         else:
             for step, fold, sequence in zip(model.steps, model.folds, model.sequence, strict=True):
-                groups = [plain_layer(step, z, lambda i: n) for z in groups]
+                groups = [plain_layer(step, z, lambda i, n=n: n) for z in groups]
                 g = represent(fold, groups)
                 if cfg.connect == "fusion":
                     h = plain_layer(sequence, [a + c for a, c in zip(g, h, strict=True)], lambda i: i + 1)
