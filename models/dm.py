@@ -1,4 +1,4 @@
-"""Decision Mixer (Zheng et al., ICML 2025; shared/papers/dm.txt): each layer picks the tokens that are worth attending over.
+"""Decision Mixer (Zheng et al., ICML 2025): each layer picks the tokens that are worth attending over.
 
 A Decision Transformer in which every other layer is a *mixer layer*. There a router gives every token a weight w_i, a hypernetwork
 says how many tokens k this window deserves, and only the k tokens of largest weight go through attention and MLP; they come back
@@ -37,7 +37,7 @@ class Config:
     timestep_std: float = 1.0               # spread of the timestep table at initialisation
     layers: Literal["alternating", "all"] = "alternating"               # which layers are mixer layers: 2nd, 4th, 6th, or all (DM-ALL)
     selection: Literal["learned", "fixed", "none"] = "learned"          # how many tokens: hypernetwork, fixed_k, or no mixer layer at all
-    fixed_k: float = 0.5                    # share of a row's tokens kept by selection="fixed" (Table 2)
+    fixed_k: float = 0.5                    # share of a row's real tokens kept by selection="fixed" (Table 2)
     aux: bool = True                        # auxiliary predictor for acting (Table 2)
     aux_lr_scale: float = 0.1               # its learning rate: 1e-4 beside the model's 1e-3 in the released code
     strategy: Literal["window", "prefix", "token"] = "window"           # what the choice may look at while training: Table 6 (3), (2), (1)
@@ -47,7 +47,7 @@ class Config:
     k_gradient: Literal["straight-through", "none"] = "straight-through"    # none: H stays a random function (released)
     k_margin: int = 2                       # ranks on each side of k that tell H whether one token more would pay
     k_cost: float = 0.0                     # price of keeping everything, added to the loss as k_cost * share kept
-    capacity: float | None = None           # most tokens a window may keep, as a share of 3K; None: all of them
+    capacity: float | None = None           # most tokens a window may keep in training, as a share of 3K: shapes are static then; None: all
 
 
 PRESETS = {
@@ -124,7 +124,11 @@ class StandardLayer(nn.Module):
 
 
 class Hypernetwork(nn.Module):
-    """H of Section 3.2: the share of its tokens that a row keeps, so that k = 3n * share for n real steps."""
+    """H of Section 3.2: the share of its tokens that a row keeps, so that k = 3n * share for n real steps.
+
+    NOTE(paper): Table 8 gives H context_length * d inputs; released, 3K * d (7.9 million parameters at K 20, d 256) that hold the
+    padding too. By default we show it the mean real token: a sixtieth of the size, and the same H for any history length.
+    """
 
     def __init__(self, d, length):
         super().__init__()
@@ -186,7 +190,7 @@ class MixerLayer(StandardLayer):
             rank, n = torch.zeros_like(valid, dtype=torch.long), 1
         share = self.hyper(x, valid, rule) if cfg.selection == "learned" else score.new_full((1, 1), cfg.fixed_k)
         k = (n * share).round().clamp(min=0 if rule == "token" else 1, max=bound)
-        # NOTE(code): keeps the weights strictly above the k-th largest, k - 1 tokens; we keep exactly k, as the paper says
+        # NOTE(code): k is rounded down, and only weights above the k-th largest stay: k - 1 tokens, padding among them. Here: k, and real
         keep = (rank < k) & valid
         soft = (0.5 + (n * share - rank - 0.5) / (2 * cfg.k_margin)).clamp(0, 1)
         return keep, share, soft
@@ -218,7 +222,7 @@ class MixerLayer(StandardLayer):
         return weight, keep, gate, want, note
 
     def slots(self, want, bound):
-        """C, the length of the short rows: fixed if a bound is known or shapes must be static, else what the fullest row needs."""
+        """C, the length of the short rows: the bound if there is one; all where shapes must be static; else what the fullest row needs."""
         if bound is not None:
             return min(bound, want.shape[1])
         if torch.compiler.is_compiling() or want.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -292,7 +296,10 @@ class Model(nn.Module):
         nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
 
     def param_groups(self, weight_decay):
-        """The auxiliary predictors learn apart from the model they watch: at their own rate, without decay, clipped on their own."""
+        """The auxiliary predictors learn apart from the model they watch: at their own rate, without decay, clipped on their own.
+
+        NOTE(code): each steps its own Adam inside forward there, and its gradients still count in the norm that clips the model's.
+        """
         aux = [p for name, p in self.named_parameters() if ".aux." in name]
         rest = [p for name, p in self.named_parameters() if ".aux." not in name]
         groups = [dict(params=rest, weight_decay=weight_decay, lr_scale=1.0)]
