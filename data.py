@@ -8,10 +8,8 @@
 N transitions, E episodes, S state size, A action size, G goal size, B batch, K context steps.
 """
 import argparse
-import contextlib
 import copy
 import difflib
-import io
 import json
 import os
 import sys
@@ -21,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from policies import collect
 
 
 class UserError(Exception):
@@ -68,8 +68,8 @@ for _family, _id, _S, _A, _ref in [
 _MAZE = {"continuing_task": True, "reset_target": False}
 _NOTE = "D4RL's maze has other coordinates than gymnasium-robotics' maze that scores here; to act, train on Minari or local data"
 for _size, _id, _len, _reset, _goal, _ref in [
-        ("umaze", "UMaze", 300, [1, 1], [3, 1], (23.85, 161.86)), ("medium", "Medium", 600, [1, 1], [6, 6], (13.13, 277.39)),
-        ("large", "Large", 800, [1, 1], [7, 10], (6.7, 273.99))]:
+        ("umaze", "UMaze", 300, [1, 1], [3, 1], (23.85, 161.86)), ("medium", "Medium", 600, [1, 1], [6, 5], (13.13, 277.39)),
+        ("large", "Large", 800, [7, 1], [7, 10], (6.7, 273.99))]:
     for _name in ("pointmaze", "maze2d"):       # two names for one environment; D4RL's files and reference returns belong to maze2d
         ENVS[f"{_name}-{_size}"] = Env(
             "maze2d", f"PointMaze_{_id}-v3", 4, 2, _len, float(_len), _ref if _name == "maze2d" else None, f"D4RL/pointmaze/{_size}-v2",
@@ -116,36 +116,20 @@ def get_env(name):
     return ENVS[name]
 
 
-def import_gymnasium():
-    """gymnasium with the robotics environments registered, without their notices about versions that this project does not use."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")       # must stand before mujoco is imported, or rendering without a display fails
-    import gymnasium
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
-        import gymnasium_robotics
-        gymnasium.register_envs(gymnasium_robotics)
-    return gymnasium
-
-
 def make_env(spec, **kwargs):
     """A gymnasium environment from {"id": ..., "kwargs": {...}} or an EnvSpec's JSON text; kwargs are handed on to gymnasium.make."""
-    gymnasium = import_gymnasium()
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")       # must stand before mujoco is imported, or rendering without a display fails
+    gymnasium = collect.robotics()
+    if not isinstance(spec, dict):
+        spec = json.loads(spec)
     try:
-        if not isinstance(spec, dict):
-            spec = json.loads(spec)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # "a newer version exists": the version is chosen to match the data
-            if "entry_point" in spec:
-                env = gymnasium.make(gymnasium.envs.registration.EnvSpec.from_json(json.dumps(spec)), **kwargs)
-            else:
-                env = gymnasium.make(spec["id"], **spec["kwargs"], **kwargs)
+        if "entry_point" in spec:
+            return collect.make(gymnasium.envs.registration.EnvSpec.from_json(json.dumps(spec)), **kwargs)
+        return collect.make(spec["id"], **spec["kwargs"], **kwargs)
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as e:
         raise UserError(f"the environment {spec['id']} cannot be made: {e}\n"
                         "Is the package that registers it installed? To train without acting, add --eval_episodes 0") from e
-    xml = getattr(env.unwrapped, "tmp_xml_file_path", None)     # mazes leave this file behind each time they are made
-    if xml and os.path.exists(xml):
-        os.remove(xml)
-    return env
 
 
 def flat(x):
@@ -380,7 +364,6 @@ def check_network(id, root):
 def collect_local(name, steps=None, seed=0):
     """Regenerate a set offline with the stored policies; returns its Minari id."""
     get_env(name)
-    from policies import collect
     if name not in collect.NAMES:
         raise UserError(f"{name} cannot be regenerated here; local data exist for: {', '.join(collect.NAMES)}")
     try:
@@ -391,7 +374,6 @@ def collect_local(name, steps=None, seed=0):
 
 def local_id(name):
     """The Minari id of a set that collect.py makes, or None if it does not make this one."""
-    from policies import collect
     return collect.dataset_id(name) if name in collect.NAMES else None
 
 

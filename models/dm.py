@@ -119,8 +119,8 @@ class StandardLayer(nn.Module):
     def forward(self, x, rows=None):
         if rows is None:
             return self.block(x)
-        L = x.shape[1]      # the wanted rows only: exact, since nobody reads the others
-        return self.block(x, x[:, rows], torch.ones(L, L, dtype=torch.bool, device=x.device).tril()[rows])
+        see = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        return self.block(x, x[:, rows], see[rows])     # the wanted rows only: exact, since nobody reads the others
 
 
 class Hypernetwork(nn.Module):
@@ -137,8 +137,7 @@ class Hypernetwork(nn.Module):
     def forward(self, x, valid, rule):
         """x (B, L, d), valid (B, L). Returns (B, 1): one share for the window; or (B, L): one for every prefix, or every token."""
         B, L, d = x.shape
-        x = x * valid[..., None]
-        window = rule == "window"
+        x, window = x * valid[..., None], rule == "window"
         if self.first.in_features == d:
             if window:
                 x = x.sum(1, keepdim=True) / valid.sum(1)[:, None, None].clamp(min=1)
@@ -218,8 +217,7 @@ class MixerLayer(StandardLayer):
                 error = F.cross_entropy(guess.flatten(0, 1), keep.flatten().long(), reduction="none").view_as(keep)
                 note["aux"] = (error * valid).sum() / valid.sum()
                 note["aux_accuracy"] = (((guess.argmax(-1) == 1) == keep) & valid).sum() / valid.sum()
-        note["keep"] = keep
-        return weight, keep, gate, want, note
+        return weight, keep, gate, want, note | {"keep": keep}
 
     def slots(self, want, bound):
         """C, the length of the short rows: the bound if there is one; all where shapes must be static; else what the fullest row needs."""
@@ -265,8 +263,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        learns = cfg.selection == "learned" and cfg.k_gradient == "straight-through"
-        if cfg.k_cost and not learns:
+        if cfg.k_cost and (cfg.selection != "learned" or cfg.k_gradient == "none"):
             raise ValueError("k_cost needs a k that learns: selection='learned' and k_gradient='straight-through'")
         if cfg.hyper_input == "flattened" and cfg.strategy == "token":
             raise ValueError("strategy='token' shows the hypernetwork one token: hyper_input='pooled'")

@@ -6,11 +6,14 @@ observation, reward and end is the environment's. The sets are stored as Minari 
 """
 
 import argparse
+import contextlib
 import copy
 import difflib
+import io
 import json
 import sys
 import tempfile
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,8 +154,8 @@ class AntFollower(Actor):
     of the noise in radians on each wanted direction.
     """
 
-    def __init__(self, levels, noise, turn, spread=1.0):
-        super().__init__("ant", levels, spread)
+    def __init__(self, levels, noise, turn):
+        super().__init__("ant", levels)
         self.most = noise, turn
 
     def start(self, env, observation, rng):
@@ -236,11 +239,22 @@ NAMES = {name: entry.steps for name, entry in SETS.items()}  # name -> transitio
 # ---------------------------------------------------------------- playing
 
 
-def make(spec):
-    """An environment of this spec, without the XML file that a maze leaves in the temporary folder."""
+def robotics():
+    """gymnasium with the robotics environments registered, without their notice about versions that nothing here uses."""
     import gymnasium as gym
 
-    env = gym.make(spec, disable_env_checker=True)
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
+        import gymnasium_robotics
+
+        gym.register_envs(gymnasium_robotics)
+    return gym
+
+
+def make(spec, **kwargs):
+    """gymnasium.make for an id or a spec, without the XML file that a maze leaves in the temporary folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a newer version exists": the version is chosen to match the data
+        env = robotics().make(spec, disable_env_checker=True, **kwargs)
     if xml := getattr(env.unwrapped, "tmp_xml_file_path", None):
         Path(xml).unlink(missing_ok=True)
     return env
@@ -271,11 +285,7 @@ def play(env, policy, index, rng):
 
 def spec_of(env, kwargs, task):
     """gymnasium's record of an environment, from which it can be made again. task: (reset cell, goal cell) of a maze, or None."""
-    import gymnasium as gym
-    import gymnasium_robotics
-
-    gym.register_envs(gymnasium_robotics)
-    spec = copy.deepcopy(gym.spec(env))
+    spec = copy.deepcopy(robotics().spec(env))
     spec.kwargs.update(kwargs)
     for (i, j), letter in zip(task or (), "rg", strict=False):  # gymnasium-robotics marks them by letters on the map
         spec.kwargs["maze_map"][i][j] = letter

@@ -8,8 +8,8 @@ import json
 import os
 import socketserver
 import threading
+import warnings
 
-import gymnasium
 import h5py
 import minari
 import numpy as np
@@ -20,6 +20,7 @@ from minari.data_collector import EpisodeBuffer
 
 import data
 from data import ENVS, Trajectories, UserError, Windows, episode_ends, load_d4rl
+from policies import collect
 
 
 def episodes(lengths, S=3, A=2, seed=0, **kwargs):
@@ -294,20 +295,26 @@ def test_without_a_network_the_message_names_the_set_its_place_and_the_offline_c
 
 # ------------------------------------------------------------------ Minari sets
 
-def make_set(id, observation_space, action_space, tmp_path, monkeypatch, env=None, seed=0, n=5, T=12, **observation):
-    """A Minari set of n episodes of T steps in the folder tmp_path."""
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    observation_space.seed(seed), action_space.seed(seed)
+def store(id, buffers, root, monkeypatch, **kwargs):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(root))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")     # minari's, about sets that name no environment to evaluate in
+        minari.create_dataset_from_buffers(id, buffers, author="x", author_email="x@example.org", code_permalink="x", algorithm_name="random",
+                                           description="test", **kwargs)
 
-    def stack(space):
-        if isinstance(space, Dict):
-            return {k: stack(s) for k, s in space.spaces.items()}
-        return np.stack([space.sample() for _ in range(T + 1)])
-    buffers = [EpisodeBuffer(id=i, observations=stack(observation_space) | observation if isinstance(observation_space, Dict) else stack(observation_space),
-                             actions=np.stack([action_space.sample() for _ in range(T)]), rewards=np.ones(T), terminations=np.zeros(T, bool),
-                             truncations=np.arange(T) == T - 1) for i in range(n)]
-    minari.create_dataset_from_buffers(id, buffers, env=env, observation_space=observation_space, action_space=action_space,
-                                       author="x", author_email="x@example.org", code_permalink="x", algorithm_name="random", description="test")
+
+def make_set(id, observation_space, action_space, root, monkeypatch, env=None, n=5, T=12, **observation):
+    """A Minari set of n episodes of T random steps in the folder root; observation: arrays to use in place of random ones."""
+    observation_space.seed(0), action_space.seed(0)
+
+    def draw(space):
+        return {k: draw(s) for k, s in space.spaces.items()} if isinstance(space, Dict) else np.stack([space.sample() for _ in range(T + 1)])
+    buffers = []
+    for i in range(n):
+        seen = draw(observation_space)
+        buffers.append(EpisodeBuffer(id=i, observations=seen | observation if observation else seen, rewards=np.ones(T), terminations=np.zeros(T, bool),
+                                     actions=np.stack([action_space.sample() for _ in range(T)]), truncations=np.arange(T) == T - 1))
+    store(id, buffers, root, monkeypatch, env=env, observation_space=observation_space, action_space=action_space)
 
 
 def box(*shape, low=-1.0, high=1.0, dtype=np.float64):
@@ -387,8 +394,12 @@ def test_reference_returns_and_sizes_are_those_of_d4rl_and_of_the_environment(na
     env = ENVS[name]
     assert env.ref == next(v for k, v in REFERENCES.items() if name == k or name.startswith(k + "-"))
     assert dataclasses.asdict(env)["max_ep_len"] == env.max_ep_len > 0 and env.rtg_scale > 0 and (env.minari or env.d4rl)
-    data.import_gymnasium()
-    assert gymnasium.spec(env.id).max_episode_steps == env.max_ep_len
+    assert collect.robotics().spec(env.id).max_episode_steps == env.max_ep_len
+
+
+def test_evaluation_starts_from_the_far_pairs_that_the_local_sets_hold():
+    for name, pair in collect.FAR.items():
+        assert ENVS[name].starts["far"] == {k: list(v) for k, v in pair.items()}
 
 
 @pytest.mark.parametrize("name", ["hopper-medium", "walker2d-medium", "halfcheetah-medium", "ant-medium", "pointmaze-umaze", "antmaze-umaze",
