@@ -353,8 +353,8 @@ def train(trajectories=None, resume=False, **given):
     folder = run_folder(cfg, resume)
     where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name()})"
     print(f"{title(meta)}\n{t.summary()}\n{note}\n{cfg.steps:,} updates of {cfg.batch_size} windows of {values['context_len']} steps, "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters, on {where}\nsettings by where they come from\n{describe(cfg, values, origin)}\n"
-          f"run folder {folder}", flush=True)
+          f"{sum(p.numel() for p in model.parameters()):,} parameters, on {where}\n"
+          f"settings by where they come from\n{describe(cfg, values, origin)}\nrun folder {folder}", flush=True)
     log = Log(folder / "log.csv", meta)
     # what decides the numbers; a run is only continued with the same
     fixed = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}

@@ -208,7 +208,8 @@ def half(path):
 
 
 @pytest.mark.parametrize("spoil, words", [
-    (lambda p: half(write_hdf5(p)), "cannot be read"), (lambda p: p.write_bytes(b""), "cannot be read"), (lambda p: p.write_text("<html>"), "cannot be read"),
+    (lambda p: half(write_hdf5(p)), "cannot be read"), (lambda p: p.write_bytes(b""), "cannot be read"),
+    (lambda p: p.write_text("<html>"), "cannot be read"),
     (lambda p: write_hdf5(p, drop=["actions"]), "lacks actions; it holds observations, rewards, terminals, timeouts"),
     (lambda p: write_hdf5(p, N=0), "no episodes"), (lambda p: write_hdf5(p, S=12), "states have 12 numbers, but hopper-medium (Hopper-v5) has 11"),
     (lambda p: write_hdf5(p, A=2), "actions have 2 numbers"), (lambda p: write_hdf5(p, rewards=np.full(60, np.nan, np.float32)), "rewards hold NaN"),
@@ -312,8 +313,9 @@ def make_set(id, observation_space, action_space, root, monkeypatch, env=None, n
     buffers = []
     for i in range(n):
         seen = draw(observation_space)
-        buffers.append(EpisodeBuffer(id=i, observations=seen | observation if observation else seen, rewards=np.ones(T), terminations=np.zeros(T, bool),
-                                     actions=np.stack([action_space.sample() for _ in range(T)]), truncations=np.arange(T) == T - 1))
+        actions = np.stack([action_space.sample() for _ in range(T)])
+        buffers.append(EpisodeBuffer(id=i, observations=seen | observation if observation else seen, actions=actions, rewards=np.ones(T),
+                                     terminations=np.zeros(T, bool), truncations=np.arange(T) == T - 1))
     store(id, buffers, root, monkeypatch, env=env, observation_space=observation_space, action_space=action_space)
 
 
@@ -377,7 +379,8 @@ def test_a_set_whose_environment_is_not_installed_loads_and_only_acting_fails(tm
 def test_every_d4rl_name_of_the_papers_has_its_row():
     names = {f"{e}-{level}" for e in ("hopper", "halfcheetah", "walker2d", "ant") for level in ("medium", "medium-replay", "medium-expert", "expert")}
     names |= {f"{e}-{level}" for e in ("pen", "door", "hammer", "relocate") for level in ("human", "cloned", "expert")}
-    names |= {f"kitchen-{x}" for x in ("complete", "partial", "mixed")} | {f"{m}-{x}" for m in ("maze2d", "pointmaze") for x in ("umaze", "medium", "large")}
+    names |= {f"kitchen-{x}" for x in ("complete", "partial", "mixed")}
+    names |= {f"{m}-{x}" for m in ("maze2d", "pointmaze") for x in ("umaze", "medium", "large")}
     names |= {f"antmaze-{x}" for x in ("umaze", "umaze-diverse", "medium-play", "medium-diverse", "large-play", "large-diverse")}
     assert names == set(ENVS)
 

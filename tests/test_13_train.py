@@ -66,7 +66,8 @@ def test_flags_are_made_from_the_fields_and_typed_by_them():
 @pytest.mark.parametrize("argv, words", [
     ("--lrr 1", "no flag --lrr; did you mean --lr"), ("--model dtt", "did you mean dt"), ("--env hoper-medium", "did you mean hopper-medium"),
     ("--steps many", "invalid"), ("--steps 0", "--steps must be above 0"), ("--pct_traj 2", "--pct_traj"), ("--mixer conv", "invalid choice: 'conv'"),
-    ("--use_actions perhaps", "neither true nor false"), ("hopper", "what is 'hopper'"), ("--source web", "invalid choice"), ("--d 10 --n_head 3", "multiple"),
+    ("--use_actions perhaps", "neither true nor false"), ("hopper", "what is 'hopper'"), ("--source web", "invalid choice"),
+    ("--d 10 --n_head 3", "multiple"),
     ("--device cuda:9", "CUDA"), ("--device gpu", "no such device"), ("--lr", "expected one argument"), ("--source dqn", "Atari"),
     ("--env minari:no/such-v0", "no/such-v0"), ("--data /no/such/folder", "no such folder"), ("--resume --run never", "nothing to resume"),
     ("--env kitchen-complete --source d4rl", "no file for kitchen-complete"), ("--env hopper-medium-replay --source minari", "Minari publishes no"),
@@ -351,8 +352,8 @@ def test_adroit_and_kitchen_train_and_act_through_their_published_ids(name, kwar
 
 def test_the_d4rl_layout_trains_from_the_command_line_with_walkers_old_feet(tmp_path):
     write_hdf5(tmp_path / "walker2d_medium-v2.hdf5", S=17, A=6)
-    code, out, err = command("train.py", "--env", "walker2d-medium", "--source", "d4rl", "--data", tmp_path, "--out", tmp_path / "runs", "--steps", 10,
-                             "--batch_size", 4, "--eval_episodes", 1, "--eval_every", 0)
+    flags = "--env walker2d-medium --source d4rl --steps 10 --batch_size 4 --eval_episodes 1 --eval_every 0".split()
+    code, out, err = command("train.py", *flags, "--data", tmp_path, "--out", tmp_path / "runs")
     assert code == 0, err
     assert "walker2d on" not in out and "dt on walker2d-medium (Walker2d-v5), data walker2d_medium-v2.hdf5 (d4rl)" in out and "5000.0*" in out
     meta = torch.load(tmp_path / "runs" / "dt-walker2d-medium-s0" / "last.pt", weights_only=True)["meta"]
@@ -371,7 +372,8 @@ def test_seeds_end_with_one_table_of_mean_and_interval(tmp_path, monkeypatch, ca
 def test_bench_ends_with_one_line_of_json():
     code, out, err = command("train.py", "--bench", 2, "--env", "hopper-medium", "--batch_size", 4)
     result = json.loads(out.splitlines()[-1])
-    assert code == 0 and {"ms_per_step", "steps_per_s", "params", "mixer_params", "macs", "peak_mib", "batch_size", "context_len", "device"} <= result.keys(), err
+    keys = {"ms_per_step", "steps_per_s", "params", "mixer_params", "macs", "peak_mib", "batch_size", "context_len", "device"}
+    assert code == 0 and keys <= result.keys(), err
 
 
 def test_a_folder_with_a_space_and_an_umlaut_in_its_name_works(tmp_path):
