@@ -330,7 +330,8 @@ def collect(name, steps=None, seed=0, progress=True):
     steps = chosen.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
-    tempfile.TemporaryDirectory(prefix=".collecting-", dir=get_dataset_path()).cleanup()  # an error now, not after the work
+    root = get_dataset_path().resolve()  # minari joins a relative folder to itself
+    tempfile.TemporaryDirectory(prefix=".collecting-", dir=root).cleanup()  # an error now, not after the work
     env, episodes, taken = make(spec_of(chosen.env, chosen.kwargs, chosen.task)), [], 0
     with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
         for k, part in enumerate(chosen.parts):
@@ -342,8 +343,8 @@ def collect(name, steps=None, seed=0, progress=True):
                 bar.update(min(taken, steps) - bar.n)
     # Written to a hidden folder beside the others, where Minari doesn't look, and moved to its place when it is whole:
     # whatever stops us on the way, what is in that place is never half a set.
-    with tempfile.TemporaryDirectory(prefix=".collecting-", dir=get_dataset_path()) as staging:
-        new, target = Path(staging, "new"), get_dataset_path(chosen.id)
+    with tempfile.TemporaryDirectory(prefix=".collecting-", dir=root) as staging:
+        new, target = Path(staging, "new"), root / chosen.id
         store(new, chosen, env, episodes, {"name": chosen.name, "steps": steps, "seed": seed, "version": VERSION})
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
