@@ -70,13 +70,6 @@ def test_asking_for_more_keeps_the_episodes_there_were():
 
 
 @pytest.mark.parametrize("name", ["hopper-medium", "hopper-medium-expert", "pointmaze-umaze"])
-def test_a_relative_folder_is_taken_from_where_we_stand(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MINARI_DATASETS_PATH", "my sets")
-    assert len(load("pointmaze-umaze", 1)) == 1
-    assert (tmp_path / "my sets" / "local" / "pointmaze" / "umaze-v0" / "data" / "metadata.json").exists()
-
-
 @pytest.mark.parametrize("steps", [1, 700])
 def test_a_set_is_whole_episodes_and_at_most_one_more_than_asked(name, steps):
     """A cut-off last episode would have a wrong return; hundreds of steps too many would be another experiment."""
@@ -292,6 +285,13 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- mistakes
+
+
+def test_a_relative_folder_is_taken_from_where_we_stand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", "my sets")
+    assert len(load("pointmaze-umaze", 1)) == 1
+    assert (tmp_path / "my sets" / "local" / "pointmaze" / "umaze-v0" / "data" / "metadata.json").exists()
 
 
 def test_a_wrong_name_names_the_nearest(capsys):
