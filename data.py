@@ -118,8 +118,8 @@ def get_env(name):
 
 def make_env(spec, **kwargs):
     """A gymnasium environment from {"id": ..., "kwargs": {...}} or an EnvSpec's JSON text; kwargs are handed on to gymnasium.make."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")       # must stand before mujoco is imported, or rendering without a display fails
+    if "render_mode" in kwargs and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")       # only now: where EGL is missing, mujoco with this set cannot even be imported
     gymnasium = collect.robotics()
     if not isinstance(spec, dict):
         spec = json.loads(spec)

@@ -58,7 +58,7 @@ PRESETS = {
     "walker2d-medium": dict(lr=1e-4),
     "small": dict(  # ours: minutes on a laptop; DT's recipe. A step costs less than DT's
         n_layer=2, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=4500, lr=1.5e-3,
-        warmup=100, schedule="cosine", eval_episodes=10,
+        warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,
     ),
 }
 

@@ -9,6 +9,7 @@ predictor learns to guess from one token whether it would be chosen. One file, t
 
 B batch, K context steps, L tokens (3K), H heads, d width, S state size, A action size, n real tokens of a row, C slots of the short row.
 """
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,9 +43,11 @@ class Config:
     aux_lr_scale: float = 0.1               # its learning rate: 1e-4 beside the model's 1e-3 in the released code
     strategy: Literal["window", "prefix", "token"] = "window"           # what the choice may look at while training: Table 6 (3), (2), (1)
     router: Literal["raw", "sigmoid"] = "raw"                           # w_i = R(x_i) or its sigmoid
+    router_bias: float = 1.0                # w_i of a new model, but for noise
     residual: bool = False                  # False: w_i Z_i (Eq. 4); True: x_i + w_i (Z_i - x_i), as in Mixture-of-Depths
     hyper_input: Literal["pooled", "flattened"] = "pooled"              # H reads the mean real token, or all 3K tokens in a row (released)
     k_gradient: Literal["straight-through", "none"] = "straight-through"    # none: H stays a random function (released)
+    k_start: float = 0.5                    # share of its tokens that a new model keeps, but for noise; 0.5 as released
     k_margin: int = 2                       # ranks on each side of k that tell H whether one token more would pay
     k_cost: float = 0.0                     # price of keeping everything, added to the loss as k_cost * share kept
     capacity: float | None = None           # most tokens a window may keep in training, as a share of 3K: shapes are static then; None: all
@@ -70,7 +73,7 @@ PRESETS = {
     "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),           # as released, though no kitchen episode returns more than 4
     "small": dict(  # ours: minutes on a laptop
         n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3400, lr=1.5e-3,
-        warmup=100, schedule="cosine", eval_episodes=10,
+        warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,
     ),
 }
 
@@ -269,8 +272,8 @@ class Model(nn.Module):
             raise ValueError("strategy='token' shows the hypernetwork one token: hyper_input='pooled'")
         if cfg.capacity is not None and not (0 < cfg.capacity <= 1 and cfg.strategy == "window"):
             raise ValueError(f"capacity is a share of the window, above 0 and up to 1, for strategy='window'; not {cfg.capacity}")
-        if cfg.k_margin < 1 or not 0 < cfg.fixed_k <= 1:
-            raise ValueError(f"k_margin must be at least 1 and fixed_k above 0 and up to 1, not {cfg.k_margin} and {cfg.fixed_k}")
+        if cfg.k_margin < 1 or not 0 < cfg.k_start < 1 or not 0 < cfg.fixed_k <= 1:
+            raise ValueError("k_margin must be at least 1, k_start a share between 0 and 1, and fixed_k one above 0 and up to 1")
         d, (S,) = cfg.d, cfg.state_shape
         self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
         self.state_at = int(cfg.condition != "none")                        # the state's place among them
@@ -291,6 +294,12 @@ class Model(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
+        for block in self.blocks:
+            if isinstance(block, MixerLayer):
+                # NOTE(code): starts around 0, where w_i Z_i wipes out or flips every token selected, and k learns to flee; 1 keeps them
+                nn.init.constant_(block.router.bias, cfg.router_bias)
+                if cfg.selection == "learned":
+                    nn.init.constant_(block.hyper.last.bias, math.log(cfg.k_start / (1 - cfg.k_start)))
 
     def param_groups(self, weight_decay):
         """The auxiliary predictors learn apart from the model they watch: at their own rate, without decay, clipped on their own.
