@@ -53,7 +53,7 @@ PRESETS = {
     "hammer": dict(activation="gelu", rtg_scale=1.0, targets=(12800.0, 6400.0)),
     "relocate": dict(activation="gelu", rtg_scale=1.0, targets=(4300.0, 2150.0)),
     "small": dict(  # ours: minutes on a laptop. Short context and a narrow timestep table decide whether it follows its target
-        n_layer=2, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3700, lr=1.5e-3,
+        n_layer=2, d=64, context_len=3, dropout=0.0, activation="relu", timestep_std=0.1, batch_size=106, steps=3700, lr=1.5e-3,
         warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,        # None: the environment's
     ),
 }

@@ -64,7 +64,8 @@ def test_dc_hybrid_is_lsdts_baseline_on_maze2d():
 LSDT_RATIO = {  # Table 14, % of the channels that are convolved
     "antmaze-umaze": 50, "antmaze-umaze-diverse": 75, "antmaze-medium-play": 75, "antmaze-medium-diverse": 50, "maze2d-umaze": 50,
     "maze2d-medium": 12.5, "maze2d-large": 25, "walker2d-medium": 12.5, "walker2d-medium-replay": 50, "walker2d-medium-expert": 12.5,
-    "halfcheetah-medium": 50, "halfcheetah-medium-replay": 50, "halfcheetah-medium-expert": 75, "hopper-medium": 100, "hopper-medium-replay": 100, "hopper-medium-expert": 75}
+    "halfcheetah-medium": 50, "halfcheetah-medium-replay": 50, "halfcheetah-medium-expert": 75,
+    "hopper-medium": 100, "hopper-medium-replay": 100, "hopper-medium-expert": 75}
 LSDT_K = {"walker2d-medium": 5, "hopper-medium-replay": 20, "hopper-medium-expert": 20}     # Table 5; maze2d 20, all others 10
 
 
