@@ -69,7 +69,7 @@ class TrainConfig:
 
 # --------------------------------------------------------------------------- settings
 
-def settings(given, device="auto"):
+def settings(given):
     """(TrainConfig, values of the model's Config, {name: where it came from}) for the fields in given, on top of the presets."""
     name = given.get("model", TrainConfig.model)
     if name not in MODELS:
@@ -82,8 +82,9 @@ def settings(given, device="auto"):
     env = given.get("env", TrainConfig.env)
     size = given.get("size", "auto")
     if size == "auto":
-        size = "paper" if pick_device(given.get("device", device)).type == "cuda" else "small"
-    keys = ["*"] + ([] if env.startswith("minari:") else [data.get_env(env).family, env]) + (["small"] if size == "small" else [])
+        size = "paper" if pick_device(given.get("device", "auto")).type == "cuda" else "small"
+    own = env == "arrays" or env.startswith("minari:")      # data that no paper had
+    keys = ["*"] + ([] if own else [data.get_env(env).family, env]) + (["small"] if size == "small" else [])
     value = {k: f.default for k, f in fields.items()}
     origin = dict.fromkeys(value, "default")
     for source, new in [(f'preset "{key}"', module.PRESETS.get(key, {})) for key in keys] + [("command line", given)]:
@@ -340,10 +341,10 @@ def choose_targets(cfg, origin, meta, t, env):
 def train(trajectories=None, resume=False, **given):
     """Train and evaluate one run; given are the settings of the command line. Returns {"run", "rows", "best_rows", "meta", "seconds"}.
 
-    trajectories: a Trajectories of your own in place of the environment's data.
+    trajectories: a Trajectories of your own in place of an environment's data; only the presets "*" and "small" apply then.
     """
     began = time.time()
-    cfg, values, origin = settings(given)
+    cfg, values, origin = settings(given if trajectories is None else {"env": "arrays"} | given)
     model, windows, meta, t = prepare(cfg, values, origin, trajectories)
     device = windows.table.device
     generator = torch.Generator(device).manual_seed(cfg.seed)       # draws batches and nothing else
@@ -353,6 +354,8 @@ def train(trajectories=None, resume=False, **given):
         envs.append(data.make_env(meta["env_spec"]))
         note = choose_targets(cfg, origin, meta, t, envs[0])
     folder = run_folder(cfg, resume)
+    if t.source == "d4rl" and cfg.env in data.ENVS and data.ENVS[cfg.env].note:
+        note += f"\nnote: {data.ENVS[cfg.env].note}"
     where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name()})"
     print(f"{title(meta)}\n{t.summary()}\n{note}\n{cfg.steps:,} updates of {cfg.batch_size} windows of {values['context_len']} steps, "
           f"{sum(p.numel() for p in model.parameters()):,} parameters, on {where}\n"

@@ -4,6 +4,7 @@
 """
 import dataclasses
 import inspect
+import itertools
 
 import pytest
 import test_01_contract as contract
@@ -300,33 +301,9 @@ def test_settings_that_cannot_work_are_refused_by_name(switches, word):
         Model(Config(**switches))
 
 
-# ---------------------------------------------------------------------------------------------------- the paper's settings
-
-def preset(env):
-    """What the presets give for an environment: everything, then its family, then its own line."""
-    return PRESETS["*"] | PRESETS.get(env.split("-")[0], {}) | PRESETS.get(env, {})
-
-
-def test_the_presets_are_the_papers_table_4_and_the_text_below_it():
-    for env in ("hopper-medium", "hopper-medium-replay", "hopper-medium-expert", "walker2d-medium", "walker2d-medium-replay",
-                "halfcheetah-medium", "halfcheetah-medium-replay", "antmaze-umaze", "antmaze-umaze-diverse"):
-        p = preset(env)
-        assert (p["n_layer"], p["batch_size"], p["context_len"], p["dropout"], p["activation"]) == (3, 64, 8, 0.1, "gelu")
-        assert (p["clip"], p["weight_decay"], p["steps"], p["window"], p["schedule"]) == (0.25, 1e-4, 100_000, 6, "constant")
-        wide = env in ("hopper-medium", "hopper-medium-replay")
-        assert p["d"] == (256 if wide else 128)
-        assert p["lr"] == (1e-4 if wide or env == "walker2d-medium" or env.startswith("antmaze") else 1e-3)
-        assert p.get("use_actions", True) is (env != "hopper-medium-replay")
-        base = dict(hopper=3600, walker2d=5000, halfcheetah=6000, antmaze=1)[env.split("-")[0]]
-        assert p["targets"] == tuple(base * m for m in ((1, 2, 5, 10, 50, 100) if base == 1 else (1, 2, 5, 10, 15, 20)))
-
-
-def test_the_lsdt_papers_table_12_runs_the_hybrid_on_maze2d():
-    p = preset("maze2d-large")
-    assert (p["hybrid"], p["n_layer"], p["n_head"], p["d"], p["context_len"], p["lr"], p["rtg_scale"]) == (True, 3, 2, 128, 8, 1e-4, 1.0)
-
-
-def test_every_preset_is_a_setting_that_builds():
+def test_every_preset_is_a_setting_that_builds_at_both_sizes():
+    """The values themselves are held by test_08_presets."""
     fields = {f.name for f in dataclasses.fields(Config)}
-    for values in PRESETS.values():
+    for env, small in itertools.product(PRESETS, ({}, PRESETS["small"])):
+        values = PRESETS["*"] | PRESETS.get(env.split("-")[0], {}) | PRESETS[env] | small
         Model(Config(**{k: v for k, v in values.items() if k in fields}))

@@ -187,7 +187,7 @@ def test_evaluating_more_often_never_changes_training(tmp_path, monkeypatch):
 
 def test_a_second_run_takes_a_new_folder_and_leaves_the_first_alone(tmp_path):
     first, second = (T.train(toy(), **TINY | dict(out=str(tmp_path), size="small"))["run"] for _ in range(2))
-    assert first.name == "dt-pointmaze-umaze-s0" and second.name == "dt-pointmaze-umaze-s0-2" and (first / "last.pt").exists()
+    assert first.name == "dt-arrays-s0" and second.name == "dt-arrays-s0-2" and (first / "last.pt").exists()
 
 
 def test_a_checkpoint_holds_tensors_and_plain_python_and_gives_the_same_predictions(tmp_path):
@@ -243,7 +243,7 @@ def test_a_killed_run_resumes_from_a_whole_checkpoint(tmp_path):
     make = ("import sys; sys.path[:0] = ['tests', '.']; import train; from test_13_train import toy, TINY; "
             f"train.train(toy(), resume='--resume' in sys.argv, **TINY | dict(steps=4000, out={str(tmp_path)!r}, size='small'))")
     process = subprocess.Popen([sys.executable, "-c", make], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    last = tmp_path / "dt-pointmaze-umaze-s0" / "last.pt"
+    last = tmp_path / "dt-arrays-s0" / "last.pt"
     deadline = time.time() + 120
     while not last.exists() and time.time() < deadline:
         time.sleep(0.02)
