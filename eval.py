@@ -200,13 +200,17 @@ def plot_curve(rows, path):
     loss = [(int(r["step"]), float(r["loss"])) for r in rows if r.get("loss")]
     left.semilogy(*zip(*loss, strict=True), color="0.2")
     left.set(xlabel="update", ylabel="loss")
-    played = [r for r in rows if r.get("checkpoint") == "last"]
-    for start, target in sorted({(r["start"], float(r["target"])) for r in played}):
-        at = [(int(r["step"]), float(r["return_mean"])) for r in played if (r["start"], float(r["target"])) == (start, target)]
-        right.plot(*zip(*at, strict=True), "o-", label=f"{start} {target:.0f}")
-    right.set(xlabel="update", ylabel="achieved return")
-    if played:
-        right.legend(title="target", fontsize=7)
+    curves = {}
+    for r in rows:
+        if r.get("checkpoint") == "last":
+            curves.setdefault((float(r["target"]), r["start"]), []).append((int(r["step"]), float(r["return_mean"])))
+    often = {k: at for k, at in curves.items() if len(at) > 1} or curves       # what the last evaluation alone plays is no curve
+    for (target, start), at in sorted(often.items(), reverse=True):
+        line, = right.plot(*zip(*at, strict=True), "o-", markersize=4, label=f"{start} {target:.0f}")
+        right.axhline(target, color=line.get_color(), linestyle=":", linewidth=1)
+    right.set(xlabel="update", ylabel="achieved return (dotted: asked for)")
+    if often:
+        right.legend(title="target", fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     for ax in (left, right):
         ax.grid(alpha=0.3)
     fig.tight_layout()

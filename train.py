@@ -15,7 +15,6 @@ import importlib
 import json
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -523,8 +522,11 @@ def bench(updates, given):
         wait()
         times.append(1e3 * (time.perf_counter() - begin))
     ms = float(np.median(times))
-    unit = 2**20 if cuda or sys.platform == "darwin" else 2**10
-    peak = (torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / unit
+    if cuda:
+        peak = torch.cuda.max_memory_reserved() / 2**20
+    else:
+        import resource     # Unix only
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     print(describe(cfg, values, origin))
     print(json.dumps(dict(model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **sizes, peak_mib=round(peak),
                           batch_size=cfg.batch_size, context_len=values["context_len"], torch=torch.__version__,

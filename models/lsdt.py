@@ -59,7 +59,8 @@ PRESETS = {
     "halfcheetah": dict(rtg_scale=1000.0, targets=(7000.0,), eval_episodes=20),
     "walker2d": dict(rtg_scale=1000.0, targets=(7000.0,), eval_episodes=20),
     "antmaze": dict(n_head=2, batch_size=256, lr=2e-4, rtg_scale=1.0, targets=(100.0,)),
-    "maze2d": dict(n_head=2, context_len=20, kernel=3, batch_size=256, lr=2e-4, rtg_scale=1.0, targets=(300.0,)),  # README: context 30
+    # README: context 30. The released LSDC keeps filters of 6 tokens here: --branch dc --kernel 6
+    "maze2d": dict(n_head=2, context_len=20, kernel=3, batch_size=256, lr=2e-4, rtg_scale=1.0, targets=(300.0,)),
     # Adroit's context and targets are not given: AntMaze's context, CORL's targets for DT
     "pen": dict(n_head=2, batch_size=256, lr=2e-4, rtg_scale=1.0, targets=(3100.0,), eval_episodes=20),
     "hammer": dict(n_head=2, batch_size=256, lr=2e-4, rtg_scale=1.0, targets=(12800.0,), eval_episodes=20),
@@ -305,6 +306,10 @@ class Model(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
+        for mixer in (block.mixer for block in self.blocks):                # layers that are one here and several there: part by part
+            parts = [*mixer.long.qkv.weight.chunk(3)] if mixer.long else []
+            for part in parts + ([*mixer.fusion.expand.weight.split(mixer.widths)] if mixer.fusion else []):
+                nn.init.xavier_uniform_(part)
         bound = 3 ** 0.5 * cfg.timestep_std
         nn.init.uniform_(self.embed_timestep.weight, -bound, bound)
         if cfg.discrete:    # NOTE(code): the released model is continuous; xavier's logits would start far above a loss of ln(A)

@@ -147,7 +147,7 @@ def test_equation_5_the_loss_is_the_squared_error_of_all_k_predictions():
     model, batch = build(), make_batch()
     y = model(**batch).detach()
     total = sum(float(((y[b, t] - batch["actions"][b, t]) ** 2).mean()) for b in range(B) for t in range(K))
-    assert abs(float(model.loss(batch)[0]) - total / (B * K)) < 1e-6
+    assert abs(float(model.loss(batch)[1]["loss"]) - total / (B * K)) < 1e-6
 
 
 def test_three_layers_of_six_taps_see_sixteen_tokens_and_no_more():
