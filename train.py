@@ -525,7 +525,7 @@ def bench(updates, given):
     if cuda:
         peak = torch.cuda.max_memory_reserved() / 2**20
     else:
-        import resource     # Unix only
+        import resource  # Unix only
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     print(describe(cfg, values, origin))
     print(json.dumps(dict(model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **sizes, peak_mib=round(peak),
