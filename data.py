@@ -43,6 +43,7 @@ class Env:
     d4rl: str | None = None                 # published HDF5 file, below D4RL_URL
     kwargs: dict = field(default_factory=dict)
     d4rl_kwargs: dict = field(default_factory=dict)     # what the environment needs to resemble D4RL's
+    d4rl_rtg_scale: float | None = None     # where D4RL's rewards are of another size
     goal_dim: int = 0
     starts: dict = field(default_factory=lambda: {"random": None})     # name -> reset options of the episodes that evaluation plays
     note: str = ""
@@ -83,8 +84,9 @@ for _name, _id, _len, _goal, _file in [
         ("large-play", "Large", 1000, [7, 10], ("hardest-maze", True, False)),
         ("large-diverse", "Large", 1000, [7, 10], ("hardest-maze", True, True))]:
     ENVS[f"antmaze-{_name}"] = Env(
-        "antmaze", f"AntMaze_{_id}-v4", 29, 8, _len, 1.0, (0.0, 1.0), f"D4RL/antmaze/{_name}-v1",
+        "antmaze", f"AntMaze_{_id}-v4", 29, 8, _len, float(_len), (0.0, 1.0), f"D4RL/antmaze/{_name}-v1",
         "ant_maze_v2/Ant_maze_{}_noreset_multistart_{}_multigoal_{}_sparse_fixed.hdf5".format(*_file), _MAZE, goal_dim=2, note=_NOTE,
+        d4rl_rtg_scale=1.0,                                                 # there an episode ends at the goal, with a return of 1
         starts={"fixed": {"reset_cell": [1, 1], "goal_cell": _goal}})       # as in the published eval_env_spec
 
 # Adroit and kitchen return scales: the Decision Mixer's released code, but for kitchen (0 to 4 tasks; it divides them by 100).

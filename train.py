@@ -300,12 +300,14 @@ def prepare(cfg, values, origin, trajectories=None):
     goal_dim = t.goals.shape[1] if goal and t.goals is not None else 0
     act_dim = t.n_actions or t.actions.shape[1]
     model = build_model(cfg, values, origin, t.states.shape[1] + goal_dim, act_dim, t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
-    # an environment that we know nothing of: returns-to-go of at most 1
-    rtg_scale = cfg.rtg_scale or (env.rtg_scale if env else max(1.0, float(t.returns.abs().max())))
-    windows = Windows(t, values["context_len"], device, rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
+    if cfg.rtg_scale is None or origin["rtg_scale"] != "command line" and t.source != "d4rl":      # a paper's scale holds for the paper's data
+        # an environment that we know nothing of: returns-to-go of at most 1
+        scale = (env.d4rl_rtg_scale if t.source == "d4rl" else None) or env.rtg_scale if env else max(1.0, float(t.returns.abs().max()))
+        cfg.rtg_scale, origin["rtg_scale"] = scale, "environment" if env else "data"
+    windows = Windows(t, values["context_len"], device, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
     meta = dict(
         model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=t.env_spec,
-        layout=t.layout, goal=goal_dim > 0, state_mean=windows.mean, state_std=windows.std, rtg_scale=rtg_scale, reward_scale=cfg.reward_scale,
+        layout=t.layout, goal=goal_dim > 0, state_mean=windows.mean, state_std=windows.std, rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale,
         act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
         max_ep_len=values["max_ep_len"], ref=env.ref if env else None, starts=env.starts if env else {"random": None}, sample=cfg.sample,
         seed=cfg.seed, step=0, headline=None, plan=[])

@@ -386,3 +386,15 @@ def test_importing_train_starts_nothing_and_needs_no_gymnasium():
     """The spawn start method imports the main module again; and a model can be timed on a machine without the environments."""
     code, out, _ = command("-c", "import train, sys; print('gymnasium' in sys.modules, 'minari' in sys.modules)")
     assert code == 0 and out.split() == ["False", "False"]
+
+
+def test_a_papers_return_scale_and_targets_hold_for_the_papers_data_only(tmp_path, monkeypatch):
+    """D4RL's AntMaze ends at the goal with a return of 1. Minari's goes on and returns hundreds: divided by 1 they would drown the rest."""
+    space = Dict(observation=box(27), achieved_goal=box(2), desired_goal=box(2))
+    make_set("D4RL/antmaze/umaze-v1", space, box(8, dtype=np.float32), tmp_path, monkeypatch)
+    write_hdf5(tmp_path / "Ant_maze_u-maze_noreset_multistart_False_multigoal_False_sparse_fixed.hdf5", S=29, A=8,
+               **{"infos/goal": np.zeros((60, 2), np.float32)})
+    given = TINY | dict(model="dc", env="antmaze-umaze", size="paper", n_head=1, out=str(tmp_path / "runs"), device="cpu")
+    scales = [T.train(**given, **more)["meta"]["rtg_scale"] for more in
+              (dict(), dict(source="d4rl", data=str(tmp_path)), dict(source="minari", data=str(tmp_path), rtg_scale=5.0))]
+    assert scales == [700.0, 1.0, 5.0]
