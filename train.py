@@ -137,7 +137,7 @@ def counters(model, values):
     was_training = model.training
     # in plain matrix products: the counter knows those, but not the CPU's fused attention
     with torch.no_grad(), nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as flops:
-        model.eval()(**{k: x.to(device) for k, x in batch.items()})
+        model.train()(**{k: x.to(device) for k, x in batch.items()})       # as in training: an untrained DM acts by an untrained predictor
     model.train(was_training)
     return dict(params=sum(p.numel() for p in model.parameters()), macs=flops.get_total_flops() // 2,
                 mixer_params=sum(p.numel() for name, p in model.named_parameters() if ".mixer." in name))
@@ -176,14 +176,17 @@ def make_step(model, windows, optimizer, cfg, generator):
     """A function that makes one update (sample, forward, backward, clip, AdamW) and returns the model's log of tensors."""
     device = windows.table.device
     loss_of = torch.compile(model.loss) if cfg.compile else model.loss
+    clipped = {}        # one norm for all that share a learning rate; a predictor with a rate of its own neither shrinks the rest nor is shrunk
+    for group in optimizer.param_groups:
+        clipped.setdefault(group.get("lr_scale", 1.0), []).extend(group["params"])
 
     def step():
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and device.type == "cuda"):
             loss, log = loss_of(windows.sample(cfg.batch_size, generator))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        for group in optimizer.param_groups:
-            nn.utils.clip_grad_norm_(group["params"], cfg.clip)
+        for params in clipped.values():
+            nn.utils.clip_grad_norm_(params, cfg.clip)
         optimizer.step()
         return log
 

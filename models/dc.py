@@ -1,7 +1,7 @@
 """Decision ConvFormer (Kim et al., 2024, arXiv 2310.03022): Decision Transformer with a short convolution in place of attention.
 
 The tokens R_t s_t a_t and all the rest are Decision Transformer's. What mixes tokens is one filter per channel over the last 6
-tokens, which is this step and the one before: all that a Markov process needs. Three filters, chosen by what stands at the output's
+tokens, which is about the present step and the one before: all that a Markov process needs. Three filters, chosen by what stands at the output's
 place: a return, a state or an action. 8,064 mixing parameters where attention has 198,144. One file, torch only: copy it where you need it.
 
     python dc.py        fits one random batch and prints the loss
@@ -36,8 +36,8 @@ class Config:
     window: int = 6                         # tokens that a filter sees, its own included (Table 18)
     filters: Literal["per-type", "shared"] = "per-type"     # shared: one filter for all positions (Table 17)
     hybrid: bool = False                    # the last block mixes by attention (Section 3.2, Table 3)
-    projection: bool = False                # a linear layer after each convolution (Table 13)
-    timestep_embedding: bool = True         # Table 9; the released gym code always has it
+    projection: bool = False                # a linear layer after each convolution (Table 13). NOTE(code): attention always has its own
+    timestep_embedding: bool = True         # Table 9 switches it for ODC; the released DC always has it
     timestep_std: float = 1.0               # spread of the timestep table at initialisation
 
 
@@ -64,7 +64,7 @@ PRESETS = {
 
 
 class TokenFilters(nn.Module):
-    """Depthwise causal convolution whose filter is chosen by the type of the output's token (Eq. 4).
+    """Depthwise causal convolution whose filter is chosen by the type of the output's token (DC paper, Eq. 4).
 
     C[p, q] = bias + sum_l w[l, q] X[p - l, q] with w, bias those of the type of p; X is zero before the window. Each position is
     computed once, with its own filter. rows: a slice of equally typed positions whose output is wanted; None means all.
@@ -72,7 +72,7 @@ class TokenFilters(nn.Module):
 
     def __init__(self, d, window, types):
         super().__init__()
-        # NOTE(code): Eq. 4 shows no bias, but the paper's parameter counts (8K, 16K, 43K) include it, and so does the code
+        # NOTE(code): Eq. 4 shows no bias, but that paper's parameter counts (8K, 16K, 43K) include it, and so does the code
         bound = window ** -0.5                                                  # torch's default for such a convolution, as released
         self.weight = nn.Parameter(torch.empty(types, window, d).uniform_(-bound, bound))       # [type, l, q] is Eq. 4's w_q[l]
         self.bias = nn.Parameter(torch.empty(types, d).uniform_(-bound, bound))

@@ -43,7 +43,7 @@ class Config:
     aux_lr_scale: float = 0.1               # its learning rate: 1e-4 beside the model's 1e-3 in the released code
     strategy: Literal["window", "prefix", "token"] = "window"           # what the choice may look at while training: Table 6 (3), (2), (1)
     router: Literal["raw", "sigmoid"] = "raw"                           # w_i = R(x_i) or its sigmoid
-    router_bias: float = 1.0                # w_i of a new model, but for noise
+    router_bias: float = 1.0                # R(x_i) of a new model, but for noise
     residual: bool = False                  # False: w_i Z_i (Eq. 4); True: x_i + w_i (Z_i - x_i), as in Mixture-of-Depths
     hyper_input: Literal["pooled", "flattened"] = "pooled"              # H reads the mean real token, or all 3K tokens in a row (released)
     k_gradient: Literal["straight-through", "none"] = "straight-through"    # none: H stays a random function (released)
@@ -60,7 +60,7 @@ PRESETS = {
         betas=(0.9, 0.999), schedule="constant", eval_episodes=10,
         warmup=250, steps=25_000,           # NOTE(paper): gives neither; code: 1,000 rounds of 25 updates, the first 10 rounds warm-up
     ),
-    # targets and return scales as released; MuJoCo and AntMaze: those of the released DC, DT's target times 1, 2, 10, 20
+    # targets and return scales as released; MuJoCo: DT's target times 1, 2, 10, 20, as in the released DC
     "hopper": dict(targets=(3600.0, 7200.0, 36000.0, 72000.0)),
     "halfcheetah": dict(targets=(6000.0, 12000.0, 60000.0, 120000.0)),
     "walker2d": dict(targets=(5000.0, 10000.0, 50000.0, 100000.0)),
@@ -130,7 +130,7 @@ class StandardLayer(nn.Module):
 
 
 class Hypernetwork(nn.Module):
-    """H of Section 3.2: the share of its tokens that a row keeps, so that k = 3n * share for n real steps.
+    """H of Section 3.2: the share of its tokens that a row keeps, so that k = n * share for n real tokens.
 
     NOTE(paper): Table 8 gives H context_length * d inputs; released, 3K * d (7.9 million parameters at K 20, d 256) that hold the
     padding too. By default we show it the mean real token: a sixtieth of the size, and the same H for any history length.
@@ -167,7 +167,9 @@ class MixerLayer(StandardLayer):
 
     The selected tokens move to the front of their row, in their order, and the row is cut to C slots: causal attention over the short
     row is attention among the selected, and costs as little. A row that fills fewer slots is padded right, where no selected token looks,
-    with the best of its unselected tokens: their Z is not used, but tells H what one token more would have been worth.
+    first with the unselected tokens nearest the threshold: their Z is not used, but its gradient is an estimate of what one token more
+    would have been worth. Only an estimate: there a token sees the selected ones behind it too (in the last layer, those before it), and
+    what it would have been worth to others as a key is not counted.
     """
 
     def __init__(self, cfg, length):
@@ -194,10 +196,13 @@ class MixerLayer(StandardLayer):
         else:
             rank, n = torch.zeros_like(valid, dtype=torch.long), 1
         share = self.hyper(x, valid, rule) if cfg.selection == "learned" else score.new_full((1, 1), cfg.fixed_k)
-        k = (n * share).round().clamp(min=0 if rule == "token" else 1, max=bound)
+        wish = n * share
+        if bound is not None:   # the value is cut, not the gradient: otherwise a k above its bound could never come down
+            wish = wish + (wish.clamp(max=bound) - wish).detach()
+        k = wish.round().clamp(min=0 if rule == "token" else 1)
         # NOTE(code): k is rounded down, and only weights above the k-th largest stay: k - 1 tokens, padding among them. Here: k, and real
         keep = (rank < k) & valid
-        soft = (0.5 + (n * share - rank - 0.5) / (2 * cfg.k_margin)).clamp(0, 1)
+        soft = (0.5 + (wish - rank - 0.5) / (2 * cfg.k_margin)).clamp(0, 1)
         return keep, share, soft
 
     def select(self, x, valid, acting, bound):
@@ -273,8 +278,10 @@ class Model(nn.Module):
             raise ValueError("k_cost needs a k that learns: selection='learned' and k_gradient='straight-through'")
         if cfg.hyper_input == "flattened" and cfg.strategy == "token":
             raise ValueError("strategy='token' shows the hypernetwork one token: hyper_input='pooled'")
-        if cfg.capacity is not None and not (0 < cfg.capacity <= 1 and cfg.strategy == "window"):
-            raise ValueError(f"capacity is a share of the window, above 0 and up to 1, for strategy='window'; not {cfg.capacity}")
+        if cfg.selection == "fixed" and cfg.strategy == "token":
+            raise ValueError("a token alone has no rank: selection='fixed' needs strategy='window' or 'prefix'")
+        if cfg.capacity is not None and not (0 < cfg.capacity <= 1 and cfg.strategy == "window" and cfg.selection == "learned"):
+            raise ValueError(f"capacity is a share of the window, above 0 and up to 1, for a learned k and strategy='window'; not {cfg.capacity}")
         if cfg.k_margin < 1 or not 0 < cfg.k_start < 1 or not 0 < cfg.fixed_k <= 1:
             raise ValueError("k_margin must be at least 1, k_start a share between 0 and 1, and fixed_k one above 0 and up to 1")
         d, (S,) = cfg.d, cfg.state_shape

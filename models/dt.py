@@ -41,13 +41,13 @@ PRESETS = {
         n_layer=3, n_head=1, d=128, context_len=20, dropout=0.1, activation="relu", batch_size=64, lr=1e-4,
         weight_decay=1e-4, betas=(0.9, 0.999), clip=0.25, steps=100_000, schedule="constant", eval_episodes=100,
         warmup=10_000,                      # NOTE(paper): the table prints 100,000; every code base of the family uses 10,000
-        timestep_std=1.0,                   # NOTE(code): torch's default; it drowns every other embedding until training shrinks it
+        timestep_std=1.0,                   # NOTE(code): torch's default; it outweighs every other embedding at the start
     ),
     "hopper": dict(targets=(3600.0, 1800.0)),
-    "halfcheetah": dict(targets=(12000.0, 6000.0)),     # paper 6000, code 12000 and 6000
+    "halfcheetah": dict(targets=(6000.0, 12000.0)),     # the paper's; the code plays 12000 first
     "walker2d": dict(targets=(5000.0, 2500.0)),
     "antmaze": dict(activation="gelu", batch_size=128, lr=4e-4, weight_decay=3e-4, targets=(1.0,)),   # LSDT paper's DT baseline
-    "maze2d": dict(activation="gelu", rtg_scale=1.0, targets=(280.0, 140.0)),      # from here to relocate: CORL's DT configurations
+    "maze2d": dict(activation="gelu", rtg_scale=1.0, targets=(280.0, 140.0)),      # to relocate: targets, scale and GELU of CORL's configurations
     "pen": dict(activation="gelu", rtg_scale=1.0, targets=(3100.0, 1550.0)),
     "door": dict(activation="gelu", rtg_scale=1.0, targets=(2900.0, 1450.0)),
     "hammer": dict(activation="gelu", rtg_scale=1.0, targets=(12800.0, 6400.0)),

@@ -50,7 +50,7 @@ PRESETS = {
         n_layer=3, n_head=1, d=128, context_len=10, max_ep_len=4096, kernel=6, dropout=0.25, conv_dropout=0.2, activation="gelu",
         fusion="hfm", batch_size=64, lr=1e-4, weight_decay=1e-4, betas=(0.9, 0.999), clip=0.25, steps=100_000, warmup=10_000,
         schedule="cosine", eval_episodes=100,
-        attn_dropout=0.1,                   # the code; the paper has one rate, 0.25
+        attn_dropout=0.1,                   # NOTE(paper): one rate, 0.25, for everything; the code has 0.1 here
         conv_ratio=0.5,                     # the paper's advice where its Table 14 has no value
         timestep_std=0.022,
     ),
@@ -159,7 +159,7 @@ class DynamicConv(nn.Module):
 
 
 class TokenFilters(nn.Module):
-    """Depthwise causal convolution whose filter is chosen by the type of the output's token (Eq. 4).
+    """Depthwise causal convolution whose filter is chosen by the type of the output's token (DC paper, Eq. 4).
 
     C[p, q] = bias + sum_l w[l, q] X[p - l, q] with w, bias those of the type of p; X is zero before the window. Each position is
     computed once, with its own filter. rows: a slice of equally typed positions whose output is wanted; None means all.
@@ -167,7 +167,7 @@ class TokenFilters(nn.Module):
 
     def __init__(self, d, window, types):
         super().__init__()
-        # NOTE(code): Eq. 4 shows no bias, but the paper's parameter counts (8K, 16K, 43K) include it, and so does the code
+        # NOTE(code): Eq. 4 shows no bias, but that paper's parameter counts (8K, 16K, 43K) include it, and so does the code
         bound = window ** -0.5                                                  # torch's default for such a convolution, as released
         self.weight = nn.Parameter(torch.empty(types, window, d).uniform_(-bound, bound))       # [type, l, q] is Eq. 4's w_q[l]
         self.bias = nn.Parameter(torch.empty(types, d).uniform_(-bound, bound))

@@ -38,7 +38,7 @@ class Config:
     adaln: bool = True                      # Table 2: False makes every norm a plain LayerNorm, in the same places
     alpha: bool = True                      # Table 3: False adds the cross-attention's output as it is
     position: Literal["sinusoidal", "learned"] = "sinusoidal"
-    timestep_std: float = 0.02              # spread of the learned table at initialisation
+    timestep_std: float = 0.02              # spread of the learned table at initialisation; the sinusoidal one has none
 
 
 def seven(low, high):
@@ -53,7 +53,7 @@ PRESETS = {
         warmup=10_000,                      # NOTE(paper): the table prints 100,000, which would be the whole run; the code uses 10,000
         eval_episodes=20,                   # Sec. 4.2; code: 100
     ),
-    "antmaze": dict(d=256, batch_size=256, targets=(1.0,)),                     # not in the paper: the code's
+    "antmaze": dict(d=256, batch_size=256, targets=(1.0,)),     # not in the paper: the code's sizes, and the return of reaching the goal
     # NOTE(code): Table 4 gives one size for MuJoCo. The code has d=256 for halfcheetah-medium and n_layer=2 for hopper-medium
     "hopper-medium": dict(targets=seven(799.52, 2038.58)),
     "halfcheetah-medium": dict(targets=seven(4488.95, 5056.43)),

@@ -121,6 +121,8 @@ class Model(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
+        if cfg.step_d % cfg.step_heads or cfg.d % cfg.n_head:
+            raise ValueError(f"heads must divide widths: step_d={cfg.step_d} by step_heads={cfg.step_heads}, d={cfg.d} by n_head={cfg.n_head}")
         d, step_d, (S,) = cfg.d, cfg.step_d, cfg.state_shape
         n = S + cfg.use_actions + (cfg.condition != "none")
         # one Linear for all state numbers: the spatial embedding tells them apart (code; the paper has frames only, cut into patches)
@@ -136,7 +138,7 @@ class Model(nn.Module):
         self.folds = nn.ModuleList(Fold(n, step_d, d) for _ in range(1 if cfg.connect == "stack" else cfg.n_layer))
         self.sequence = nn.ModuleList(StARLayer(cfg, d, Attention(d, cfg.n_head, cfg.dropout)) for _ in range(cfg.n_layer))
         self.ln_f, self.head = nn.LayerNorm(d), nn.Linear(d, cfg.act_dim)
-        for module in self.modules():               # NOTE(code): the paper gives no initialisation
+        for module in self.modules():               # NOTE(code): the paper gives no initialisation; tables keep torch's N(0, 1)
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)

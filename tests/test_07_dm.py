@@ -363,6 +363,15 @@ def test_nothing_is_read_back_from_the_device_where_shapes_are_static():
         step()
 
 
+def test_a_k_above_its_ceiling_still_feels_the_loss():
+    """Cutting k and its gradient together would leave it where it is for ever."""
+    model, batch = build(capacity=0.25, k_start=0.8), make_batch()
+    model.loss(batch)[0].backward()
+    for block in model.blocks:
+        if hasattr(block, "hyper"):
+            assert block.hyper.last.bias.grad.abs() > 0
+
+
 def test_capacity_is_a_ceiling_on_k():
     model, batch = build(capacity=0.25), make_batch()
     free = build()
@@ -519,7 +528,8 @@ def test_presets_are_the_papers_table_7_and_the_released_targets():
 
 @pytest.mark.parametrize("switches", [
     dict(k_cost=0.1, selection="fixed"), dict(k_cost=0.1, k_gradient="none"), dict(hyper_input="flattened", strategy="token"),
-    dict(capacity=0.5, strategy="prefix"), dict(capacity=0.0), dict(capacity=1.5), dict(k_margin=0), dict(fixed_k=0.0), dict(k_start=1.0)])
+    dict(capacity=0.5, strategy="prefix"), dict(capacity=0.0), dict(capacity=1.5), dict(k_margin=0), dict(fixed_k=0.0), dict(k_start=1.0),
+    dict(selection="fixed", strategy="token"), dict(selection="fixed", capacity=0.5)])
 def test_switches_that_contradict_each_other_are_refused_in_a_sentence(switches):
     with pytest.raises(ValueError, match=" "):
         build(**switches)

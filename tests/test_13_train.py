@@ -398,3 +398,22 @@ def test_a_papers_return_scale_and_targets_hold_for_the_papers_data_only(tmp_pat
     scales = [T.train(**given, **more)["meta"]["rtg_scale"] for more in
               (dict(), dict(source="d4rl", data=str(tmp_path)), dict(source="minari", data=str(tmp_path), rtg_scale=5.0))]
     assert scales == [700.0, 1.0, 5.0]
+
+
+def test_groups_that_differ_in_decay_alone_are_clipped_by_one_norm():
+    """StARformer decays matrices and not biases; its gradient norm is still one, as in its paper's code."""
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+
+        def param_groups(self, weight_decay):
+            return [dict(params=[self.a], weight_decay=weight_decay), dict(params=[self.b], weight_decay=0.0)]
+
+        def loss(self, batch):
+            loss = (30 * self.a + 40 * self.b).sum()
+            return loss, {"loss": loss.detach()}
+    model, cfg = Two(), T.TrainConfig(clip=5.0)
+    windows = type("W", (), dict(table=torch.zeros(1), sample=lambda *_: {}))
+    T.make_step(model, windows, T.make_optimizer(model, cfg, torch.device("cpu")), cfg, None)()
+    assert [model.a.grad.item(), model.b.grad.item()] == pytest.approx([3, 4], rel=1e-4)
