@@ -12,6 +12,7 @@ import copy
 import difflib
 import json
 import os
+import re
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ def make_env(spec, **kwargs):
         if "entry_point" in spec:
             return collect.make(gymnasium.envs.registration.EnvSpec.from_json(json.dumps(spec)), **kwargs)
         return collect.make(spec["id"], **spec["kwargs"], **kwargs)
-    except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as e:
+    except (gymnasium.error.Error, ImportError, AttributeError, TypeError, OSError, ValueError, KeyError, AssertionError) as e:
         raise UserError(f"the environment {spec['id']} cannot be made: {e}\n"
                         "Is the package that registers it installed? To train without acting, add --eval_episodes 0") from e
 
@@ -188,7 +189,10 @@ class Trajectories:
                  action_low=None, action_high=None, dataset="arrays", source="arrays", env_spec=None, layout=None, max_ep_len=None):
         self.dataset, self.source, self.env_spec = dataset, source, env_spec
         self.layout = layout or {"first": None, "position": False}      # how observe() makes a state of the environment's observation
-        lengths = np.asarray(lengths, np.int64)
+        lengths = np.asarray(lengths)
+        if lengths.ndim != 1 or lengths.size and lengths.dtype.kind not in "iu":
+            raise UserError(f"{dataset}: lengths are whole numbers, one an episode; not shape {lengths.shape} of {lengths.dtype}")
+        lengths = lengths.astype(np.int64)
         E, N = len(lengths), int(lengths.sum())
         if N == 0:
             raise UserError(f"{dataset}: no episodes")
@@ -197,7 +201,8 @@ class Trajectories:
         states, rewards = numbers(states, (N, -1), f"{dataset}: states"), numbers(rewards, (N,), f"{dataset}: rewards")
         self.states, self.rewards = torch.from_numpy(states), torch.from_numpy(rewards)
         self.goals = None if goals is None else torch.from_numpy(numbers(goals, (N, -1), f"{dataset}: goals"))
-        self.n_actions, self.action_start, self.clipped = n_actions, action_start, 0
+        # plain integers: a NumPy one would make a checkpoint that torch's safe loader refuses
+        self.n_actions, self.action_start, self.clipped = n_actions and int(n_actions), int(action_start), 0
         if n_actions is not None:
             a = np.asarray(actions)
             if a.dtype.kind not in "iub" or a.size != N:
@@ -210,9 +215,16 @@ class Trajectories:
             self.action_low = self.action_high = None
         else:
             a = numbers(actions, (N, -1), f"{dataset}: actions")
-            low, high = (np.broadcast_to(edge if bound is None else np.where(np.isfinite(bound), bound, edge), edge.shape).astype(np.float32)
-                         for bound, edge in ((action_low, a.min(0)), (action_high, a.max(0))))
-            high = np.where(high > low, high, low + 1)      # an action that never varies
+            bounds = []
+            for bound, edge in ((action_low, a.min(0)), (action_high, a.max(0))):
+                bound = np.asarray(edge if bound is None else bound, np.float64)
+                if bound.ndim and bound.shape != edge.shape:
+                    raise UserError(f"{dataset}: bounds of shape {bound.shape} for actions of {len(edge)} numbers")
+                bounds.append(np.where(np.abs(bound) < 1e6, bound, edge).astype(np.float32))       # beyond that, the data's own range
+            low, high = bounds
+            if (high < low).any():
+                raise UserError(f"{dataset}: the lower bounds of actions {low} are above the upper ones {high}")
+            high = np.where(high > low, high, low + 1).astype(np.float32)       # an action that never varies
             self.clipped = int(((a < low - 1e-3) | (a > high + 1e-3)).any(1).sum())
             if (low != -1).any() or (high != 1).any():
                 a = 2 * (a - low) / (high - low) - 1
@@ -221,9 +233,11 @@ class Trajectories:
         self.actions = torch.from_numpy(a)                                                      # in [-1, 1], or 0 .. n_actions - 1
         self.lengths = torch.from_numpy(lengths)
         self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])    # episode e is [starts[e], starts[e + 1])
-        self.terminated, self.truncated = (torch.zeros(E, dtype=torch.bool) if x is None else torch.from_numpy(np.array(x, bool))
-                                           for x in (terminated, truncated))
-        self.max_ep_len = max_ep_len or int(lengths.max())
+        ends = [np.zeros(E, bool) if x is None else np.array(x, bool) for x in (terminated, truncated)]
+        if any(x.shape != (E,) for x in ends):
+            raise UserError(f"{dataset}: terminated and truncated say how each of {E} episodes ended, not {ends[0].shape} and {ends[1].shape}")
+        self.terminated, self.truncated = map(torch.from_numpy, ends)
+        self.max_ep_len = int(max_ep_len or lengths.max())
         # rewards from t on, r_t included: total up to the episode's end minus total before t, in float64 so that no digits are lost
         total = torch.cat([torch.zeros(1, dtype=torch.float64), self.rewards.double().cumsum(0)])
         self.rtg = (total[self.starts[1:]].repeat_interleave(self.lengths) - total[:-1]).float()
@@ -257,10 +271,20 @@ class Trajectories:
                 + (f"\n{self.clipped} actions outside their bounds were clipped" if self.clipped else ""))
 
 
+def flags(x, what):
+    """x (N,) or (N, 1) as bool. Raises UserError if it holds anything but 0 and 1."""
+    x = np.asarray(x)
+    if x.ndim == 2 and x.shape[1] == 1:
+        x = x[:, 0]
+    if x.ndim != 1 or x.dtype.kind not in "biuf" or not np.isin(x, (0, 1)).all():
+        raise UserError(f"{what} must be one 0 or 1 a step; they have shape {x.shape} and type {x.dtype}")
+    return x.astype(bool)
+
+
 def episode_ends(terminals, timeouts=None):
     """(lengths, terminated, truncated), each (E,), from per-step flags (N,). A tail without a flag is kept as a cut-off episode."""
-    terminals = np.asarray(terminals).reshape(-1).astype(bool)
-    timeouts = np.zeros_like(terminals) if timeouts is None else np.asarray(timeouts).reshape(-1).astype(bool)
+    terminals = np.asarray(terminals, bool)
+    timeouts = np.zeros_like(terminals) if timeouts is None else np.asarray(timeouts, bool)
     ends = np.flatnonzero(terminals | timeouts) + 1
     if len(terminals) and (len(ends) == 0 or ends[-1] < len(terminals)):
         ends = np.append(ends, len(terminals))
@@ -293,7 +317,11 @@ def load_d4rl(path, env=None, name=""):
         raise UserError(f"{path} cannot be read ({e}). Delete it and {again}") from e
     if len({len(v) if v.ndim else -1 for v in x.values()}) > 1:
         raise UserError(f"{path}: its fields differ in length: {', '.join(f'{k} {v.shape}' for k, v in x.items())}. Delete it and {again}")
-    lengths, terminated, truncated = episode_ends(x["terminals"], x.get("timeouts"))
+    terminals, timeouts = (flags(x[k], f"{path}: {k}") if k in x else None for k in ("terminals", "timeouts"))
+    if timeouts is None and env:        # an old file: only the step limit can tell where an episode without a terminal ended
+        since = np.arange(len(terminals)) - np.maximum.accumulate(np.where(np.append(True, terminals[:-1]), np.arange(len(terminals)), 0))
+        timeouts = (since + 1) % env.max_ep_len == 0
+    lengths, terminated, truncated = episode_ends(terminals, timeouts)
     ant = env is not None and env.family in ("ant", "antmaze")
     states = x["observations"][:, : env.state_dim] if ant and x["observations"].ndim == 2 else x["observations"]    # then contact forces
     return Trajectories(states, x["actions"], x["rewards"], lengths, terminated, truncated, x.get("infos/goal"), dataset=path.name,
@@ -304,6 +332,8 @@ def load_d4rl(path, env=None, name=""):
 
 def load_minari(id, env=None, source="minari", download=True):
     """Trajectories from a Minari set, published or your own; the environment is env's, or else the one that the set names."""
+    if not re.fullmatch(r"([A-Za-z0-9_-][A-Za-z0-9_.-]*/)*[A-Za-z0-9_-][A-Za-z0-9_.-]*-v\d+", id):
+        raise UserError(f"{id!r} is not a Minari id; they look like namespace/name-v0")
     root = minari_root() / id
     again = f"Delete it (rm -r '{root}') and run the same command again"
     if root.exists() and not all((root / "data" / name).is_file() for name in ("main_data.hdf5", "metadata.json")):
@@ -332,10 +362,17 @@ def load_minari(id, env=None, source="minari", download=True):
     if isinstance(first, dict) and "observation" in first and isinstance(first.get("achieved_goal"), np.ndarray):
         n = first["achieved_goal"].shape[-1]
         layout["position"] = not np.array_equal(first["observation"][:, :n], first["achieved_goal"])     # AntMaze's observation lacks it
-    states, goals = [], []
+    states, goals, usual = [], [], None
     for e in episodes:
         T = len(e.rewards)
-        state, goal = observe(e.observations, layout)
+        try:
+            state, goal = observe(e.observations, layout)
+        except (ValueError, TypeError, IndexError) as error:
+            raise UserError(f"{id}: observations of {dataset.observation_space} are not vectors of numbers ({error})") from error
+        shapes = state.shape[1:], np.shape(e.actions)[1:], np.shape(e.rewards)[1:]
+        usual = usual or shapes
+        if shapes != usual or shapes[2]:
+            raise UserError(f"{id}: episode {e.id} has states, actions and rewards of shapes {shapes} a step; the first has {usual}")
         if len(state) not in (T, T + 1) or len(e.actions) != T:
             raise UserError(f"{id}: episode {e.id} has {len(state)} observations, {len(e.actions)} actions and {T} rewards. {again}")
         states.append(state[:T])
@@ -370,7 +407,9 @@ def collect_local(name, steps=None, seed=0):
         raise UserError(f"{name} cannot be regenerated here; local data exist for: {', '.join(collect.NAMES)}")
     try:
         return collect.collect(name, steps, seed)
-    except (OSError, ValueError) as e:
+    except ValueError as e:
+        raise UserError(str(e)) from e
+    except OSError as e:
         raise UserError(f"{name} could not be collected into {minari_root()}: {e}\nMINARI_DATASETS_PATH can name another folder") from e
 
 
@@ -388,7 +427,7 @@ def load(name, source="auto", data="", goal=True):
     if source == "dqn":
         raise UserError("source dqn is for Atari games, which no model here reads yet; use --source minari, d4rl or local")
     if data and not Path(data).expanduser().is_dir():
-        raise UserError(f"--data {data}: no such folder")
+        raise UserError(f"--data {data}: there is no folder of this name")
     if data and source != "d4rl":
         os.environ["MINARI_DATASETS_PATH"] = str(Path(data).expanduser().resolve())
     if name.startswith("minari:"):
@@ -405,6 +444,9 @@ def load(name, source="auto", data="", goal=True):
                 print(f"collecting {name}, once: it is kept in {minari_root()}", flush=True)
                 id = collect_local(name)
             out = load_minari(id, env, "local", download=False)
+            made = collect.recipe(id) or {}
+            if (made.get("steps"), made.get("version")) != (collect.NAMES[name], collect.VERSION):
+                print(f"note: the stored {id} was made with {made}; 'python data.py collect {name}' makes the usual {collect.NAMES[name]:,} steps")
         elif source == "minari":
             if not env.minari:
                 raise UserError(f"Minari publishes no {name}; use --source d4rl")
@@ -427,12 +469,15 @@ def check_fit(trajectories, env, name, goal):
         got = x.shape[-1]
         if got != want:
             raise UserError(f"{trajectories.dataset}: {what} have {got} numbers, but {name} ({env.id}) has {want}. Is it the right file?")
+    if trajectories.goals is not None and env.goal_dim and trajectories.goals.shape[1] != env.goal_dim:
+        raise UserError(f"{trajectories.dataset}: goals have {trajectories.goals.shape[1]} numbers, but {name} ({env.id}) has {env.goal_dim}")
     if env.goal_dim and goal and trajectories.goals is None:
         raise UserError(f"{trajectories.dataset} holds no goals (infos/goal or desired_goal). Train without: --no-goal")
 
 
 def download(url, path):
     """Fetch url into path with a progress bar; a broken-off download goes on where it stopped. Raises UserError on failure or wrong size."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -461,7 +506,7 @@ def download(url, path):
         if total is not None and size != total:
             raise UserError(f"{url}: got {size:,} of {total:,} bytes; run the same command again to go on")
         os.replace(part, path)
-    except OSError as e:        # URLError, timeouts and disk errors alike
+    except (OSError, http.client.HTTPException) as e:       # URLError, timeouts and disk errors alike
         raise UserError(f"{url} could not be downloaded to {path} ({getattr(e, 'reason', e)}). You can put the file there by hand") from e
 
 
@@ -524,7 +569,7 @@ def run_command(main):
     """Run main(); a UserError becomes one message and exit code 2, Ctrl-C exit code 130."""
     try:
         main()
-    except UserError as e:
+    except (UserError, PermissionError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -550,9 +595,11 @@ def command_line():
     if not args.env:
         raise UserError(f"which environment? python data.py {args.command} ENV")
     env = None if args.env.startswith("minari:") else get_env(args.env)
+    if args.data and args.source != "d4rl":
+        os.environ["MINARI_DATASETS_PATH"] = str(Path(args.data).expanduser().resolve())
     if args.command == "collect":
-        if args.data:
-            os.environ["MINARI_DATASETS_PATH"] = args.data
+        if (args.steps is not None and args.steps < 1) or args.seed < 0:
+            raise UserError("--steps must be at least 1, and --seed must not be negative")
         collect_local(args.env, args.steps, args.seed)
         args.source = "local"
     elif args.command == "info" and env:
@@ -566,8 +613,9 @@ def command_line():
         places = dict(minari=env.minari and minari_root() / env.minari, d4rl=env.d4rl and d4rl_root(args.data) / Path(env.d4rl).name,
                       local=local and minari_root() / local)
         at_hand = [source for source, path in places.items() if path and path.exists()]
-        if args.source == "auto" and not at_hand:
-            print(f"no data at hand: python data.py download {args.env}" + (f", or python data.py collect {args.env}" if local else ""))
+        if args.source not in ("auto", *at_hand) or not at_hand:
+            what = "data" if args.source == "auto" else f"{args.source} data"
+            print(f"no {what} at hand: python data.py download {args.env}" + (f", or python data.py collect {args.env}" if local else ""))
             return
         args.source = at_hand[0] if args.source == "auto" else args.source
     print(load(args.env, args.source, args.data, goal=False).summary())

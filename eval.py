@@ -169,11 +169,10 @@ def table(rows, headline=None):
 
 def plot_targets(rows, path, title=""):
     """Achieved return against target, a dot an episode, with the diagonal that a perfect follower would be on."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot: no window system, and a notebook's own settings stay
     starts = list(dict.fromkeys(r["start"] for r in rows))
-    fig, axes = plt.subplots(1, len(starts), figsize=(4.5 * len(starts), 4.2), squeeze=False, sharey=True, sharex=True)
+    fig = Figure(figsize=(4.5 * len(starts), 4.2))
+    axes = fig.subplots(1, len(starts), squeeze=False, sharey=True, sharex=True)
     ends = [min(r["target"] for r in rows), max(r["target"] for r in rows)]
     for ax, start in zip(axes[0], starts, strict=True):
         group = sorted((r for r in rows if r["start"] == start), key=lambda r: r["target"])
@@ -188,15 +187,13 @@ def plot_targets(rows, path, title=""):
     fig.suptitle(title)
     fig.tight_layout()
     fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
 def plot_curve(rows, path):
     """The loss, and the return of each target, against updates; rows are those of log.csv."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(9, 3.6))
+    left, right = fig.subplots(1, 2)
     loss = [(int(r["step"]), float(r["loss"])) for r in rows if r.get("loss")]
     left.semilogy(*zip(*loss, strict=True), color="0.2")
     left.set(xlabel="update", ylabel="loss")
@@ -215,18 +212,18 @@ def plot_curve(rows, path):
         ax.grid(alpha=0.3)
     fig.tight_layout()
     fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
 def seeds_table(runs):
     """Text for several seeds' rows: the mean over seeds and its 95 % interval (Student's t). runs: a list of lists of rows of one plan."""
     n = len(runs)
-    t95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]     # by degrees of freedom, n - 1
+    t95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
+           2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04]     # by degrees of freedom, n - 1
 
     def cell(values, digits=1):
         if None in values:
             return "-"
-        half = (t95[n - 1] if n <= 10 else 1.96) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.nan
+        half = (t95[n - 1] if n <= 31 else 1.96) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.nan
         return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
     lines = [f"{n} seeds: mean ± 95 % interval", f"{'start':8s}{'target':>16s}{'return':>16s}{'score':>16s}{'success':>16s}  |target - achieved|"]
     for group in zip(*runs, strict=True):
@@ -234,6 +231,8 @@ def seeds_table(runs):
         lines.append(f"{group[0]['start']:8s}{target:>16s}{value:>16s}{score:>16s}{success:>16s}{error:>21s}")
     for start in dict.fromkeys(r["start"] for r in runs[0]):
         each = [alignment([r for r in rows if r["start"] == start]) for rows in runs]
+        if len({r["target"] for r in runs[0] if r["start"] == start}) == 1:
+            continue
         lines.append(f"{start} start, all targets: rank correlation {cell([a['rank_correlation'] for a in each], 2)}, "
                      f"mean |target - achieved| {cell([a['abs_error'] for a in each])}")
     return "\n".join(lines)
@@ -269,9 +268,11 @@ def load_run(run, which="last", device="cpu"):
         near = sorted(p.parent.name for p in run.parent.glob("*/last.pt")) if run.parent.is_dir() else []
         raise UserError(f"{file} does not exist" + (f"; {nearest(run.name, near)}" if near and not run.is_dir() else ""))
     try:
-        name = torch.load(file, map_location="cpu", weights_only=True)["meta"]["model"]
-        return importlib.import_module(f"models.{name}").Model.load(run, which, device)
-    except (RuntimeError, KeyError, TypeError, EOFError, pickle.UnpicklingError, ModuleNotFoundError) as e:
+        meta = torch.load(file, map_location="cpu", weights_only=True)["meta"]
+        model, _ = importlib.import_module(f"models.{meta['model']}").Model.load(run, which, device)
+        meta["plan"], meta["starts"], meta["env_spec"], meta["state_mean"]      # a KeyError now, not after minutes
+        return model, meta
+    except (RuntimeError, KeyError, TypeError, IndexError, AttributeError, ValueError, OSError, EOFError, pickle.UnpicklingError, ImportError) as e:
         raise UserError(f"{file} is damaged or not a checkpoint of this project ({type(e).__name__}: {str(e)[:200]})") from e
 
 
@@ -300,8 +301,12 @@ def command_line():
     parser.add_argument("--video", metavar="FILE")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    if args.episodes is not None and args.episodes < 1:
-        raise UserError("--episodes must be at least 1")
+    if args.episodes is not None and args.episodes < 1 or not 0 <= args.seed < 2**20:
+        raise UserError("--episodes must be at least 1, and --seed from 0 to about a million")
+    if args.targets and not all(abs(t) < 1e30 for t in args.targets):
+        raise UserError("--targets must be finite returns")
+    if args.video and (Path(args.video).suffix not in (".gif", ".mp4") or not Path(args.video).absolute().parent.is_dir()):
+        raise UserError(f"--video {args.video}: a .gif or .mp4 file in a folder that exists")
     model, meta = load_run(args.run, args.checkpoint, pick_device(args.device))
     if meta["env_spec"] is None:
         raise UserError(f"{meta['dataset']} names no environment to act in")
@@ -309,7 +314,9 @@ def command_line():
         raise UserError(f"--start {args.start}: {nearest(args.start, meta['starts'])}")
     starts = [args.start] if args.start else list(meta["starts"])
     if args.targets:
-        plan = [(s, t, args.episodes or meta["plan"][0][2]) for s in starts for t in args.targets]
+        plan = [(s, t, args.episodes or (meta["plan"][0][2] if meta["plan"] else 10)) for s in starts for t in args.targets]
+    elif not meta["plan"]:
+        raise UserError("this run was trained without evaluation and has no targets of its own: --targets R1 R2 ...")
     else:
         plan = [(s, t, args.episodes or n) for s, t, n in meta["plan"] if s in starts]
     print(f"{title(meta)}, {args.checkpoint} checkpoint (update {meta['step']:,}), seed {args.seed}"

@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -78,6 +79,9 @@ def settings(given):
     for key in given:
         if key not in fields:
             raise UserError(f"{name} has no setting {key!r}; {nearest(key, fields)}")
+    # NumPy's numbers to Python's: a checkpoint holds none but plain ones
+    given = {k: x.tolist() if isinstance(x, (np.generic, np.ndarray)) else x for k, x in given.items()}
+    given = {k: tuple(x) if isinstance(x, list) else x for k, x in given.items()}
     env = given.get("env", TrainConfig.env)
     size = given.get("size", "auto")
     if size == "auto":
@@ -92,16 +96,29 @@ def settings(given):
     value["size"] = size
     if "env" not in given and "source" not in given:
         value["source"], origin["source"] = "local", "default without --env"
+    for config in (TrainConfig, module.Config):
+        for key, hint in typing.get_type_hints(config).items():
+            if typing.get_origin(hint) is typing.Literal and value[key] not in typing.get_args(hint):
+                raise UserError(f"--{key} {value[key]}: choose from {', '.join(map(str, typing.get_args(hint)))}")
+            if value[key] is None and type(None) not in typing.get_args(hint):
+                raise UserError(f"--{key} cannot be none")
     cfg = TrainConfig(**{f.name: value.pop(f.name) for f in dataclasses.fields(TrainConfig)})
     for key in ("steps", "batch_size", "lr", "clip", "reward_scale"):
-        if not getattr(cfg, key) > 0:
+        if not 0 < getattr(cfg, key) < math.inf:
             raise UserError(f"--{key} must be above 0, not {getattr(cfg, key)}")
+    if not 0 <= cfg.seed < 2**20:
+        raise UserError(f"--seed must be from 0 to about a million, not {cfg.seed}")
+    if len(cfg.betas) != 2 or not all(0 <= b < 1 for b in cfg.betas) or not 0 <= cfg.weight_decay < math.inf or not 0 <= value["dropout"] < 1:
+        raise UserError("--betas takes two numbers from 0 to below 1, --dropout one, and --weight_decay must not be negative")
+    if cfg.targets and not all(abs(x) < 1e30 for x in cfg.targets):
+        raise UserError("--targets must be finite returns")
     if not 0 < cfg.pct_traj <= 1:
         raise UserError(f"--pct_traj must be above 0 and at most 1, not {cfg.pct_traj}")
     if min(cfg.eval_episodes, cfg.eval_every or 0, cfg.warmup) < 0 or not (cfg.rtg_scale is None or cfg.rtg_scale > 0):
         raise UserError("--eval_episodes, --eval_every and --warmup must not be negative, and --rtg_scale must be above 0")
-    if value["context_len"] < 1 or value["n_layer"] < 1 or value["d"] % value["n_head"]:
-        raise UserError(f"--context_len and --n_layer must be at least 1, and --d {value['d']} a multiple of --n_head {value['n_head']}")
+    if min(value[k] for k in ("context_len", "n_layer", "n_head", "d", "max_ep_len")) < 1 or value["d"] % value["n_head"]:
+        raise UserError(f"--context_len, --n_layer, --n_head, --d and --max_ep_len must be at least 1, and --d {value['d']} a multiple of --n_head "
+                        f"{value['n_head']}")
     return cfg, value, origin
 
 
@@ -109,6 +126,8 @@ def build_model(cfg, values, origin, state_dim, act_dim, discrete, max_ep_len, g
     """The model, its sizes taken from the data; seeded, so that the same seed gives the same weights."""
     facts = dict(state_shape=(state_dim,), act_dim=act_dim, discrete=discrete, max_ep_len=max_ep_len, goal_dim=goal_dim)
     for key, x in facts.items():
+        if origin[key] == "command line" and key != "max_ep_len" and values[key] != x:
+            raise UserError(f"--{key} comes from the data, where it is {x}")
         if key != "max_ep_len" or origin[key] == "default":     # a paper may ask for a longer timestep table
             values[key], origin[key] = x, "data"
     module = importlib.import_module(f"models.{cfg.model}")
@@ -233,15 +252,22 @@ def capture(step, model, optimizer, generator):
 
 # --------------------------------------------------------------------------- run folder
 
+class NothingToResume(UserError):
+    pass
+
+
 def run_folder(cfg, resume):
     """The folder of this run: new and empty, or the newest of its name to resume."""
     name = cfg.run or f"{cfg.model}-{cfg.env.replace('minari:', '').replace('/', '-')}-s{cfg.seed}"
     out = Path(cfg.out).expanduser()
-    taken = [p for p in [out / name, *sorted(out.glob(f"{name}-[0-9]*"), key=lambda p: (len(p.name), p.name))] if p.is_dir()]
+    if Path(name).name != name or name == "..":
+        raise UserError(f"--run {name}: the name of a folder in --out is needed")
     if resume:
-        if not taken or not (taken[-1] / "last.pt").exists():
-            raise UserError(f"nothing to resume: {out / name} holds no checkpoint")
-        return taken[-1]
+        numbered = re.compile(re.escape(name) + r"(-\d+)?")
+        begun = [p for p in (out.iterdir() if out.is_dir() else []) if numbered.fullmatch(p.name) and (p / "last.pt").is_file()]
+        if not begun:
+            raise NothingToResume(f"nothing to resume: no {out / name} with a checkpoint")
+        return max(begun, key=lambda p: (len(p.name), p.name))
     try:
         for number in range(1, 10_000):
             folder = out / (name if number == 1 else f"{name}-{number}")
@@ -261,6 +287,9 @@ def write_atomically(path, write):
     try:
         write(part)
         os.replace(part, path)
+    except KeyboardInterrupt:
+        part.unlink(missing_ok=True)
+        raise
     except (OSError, RuntimeError) as e:        # torch.save reports a full disk as RuntimeError
         part.unlink(missing_ok=True)
         raise UserError(f"cannot write {path} ({e}); nothing was lost up to the last checkpoint") from e
@@ -304,7 +333,7 @@ def prepare(cfg, values, origin, trajectories=None):
     act_dim = t.n_actions or t.actions.shape[1]
     model = build_model(cfg, values, origin, t.states.shape[1] + goal_dim, act_dim, t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
     if cfg.rtg_scale is None or origin["rtg_scale"] != "command line" and t.source != "d4rl":      # a paper's scale holds for the paper's data
-        # an environment that we know nothing of: returns-to-go of at most 1
+        # an environment that we know nothing of: returns of at most 1
         scale = (env.d4rl_rtg_scale if t.source == "d4rl" else None) or env.rtg_scale if env else max(1.0, float(t.returns.abs().max()))
         cfg.rtg_scale, origin["rtg_scale"] = scale, "environment" if env else "data"
     windows = Windows(t, values["context_len"], device, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
@@ -356,6 +385,7 @@ def train(trajectories=None, resume=False, **given):
     envs, note = [], "no evaluation"
     if cfg.eval_episodes and meta["env_spec"] is not None:
         envs.append(data.make_env(meta["env_spec"]))
+        check_environment(envs[0], meta)
         note = choose_targets(cfg, origin, meta, t, envs[0])
     folder = run_folder(cfg, resume)
     if t.source == "d4rl" and cfg.env in data.ENVS and data.ENVS[cfg.env].note:
@@ -367,6 +397,8 @@ def train(trajectories=None, resume=False, **given):
     log = Log(folder / "log.csv", meta)
     # what decides the numbers; a run is only continued with the same
     fixed = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}
+    fixed |= dict(dataset=t.dataset, data_source=t.source, transitions=len(t), sum_of_states=float(t.states.double().sum()),
+                  sum_of_rewards=float(t.rewards.double().sum()))
     done, best, sums, count = 0, None, {}, 0
     if resume:
         state = read_checkpoint(folder / "last.pt", device, fixed)
@@ -425,9 +457,10 @@ def train(trajectories=None, resume=False, **given):
                 if best is None or value > best:
                     best = value
                     save("best")
-            if stop.asked or done % save_every == 0 or done == cfg.steps:
+            if done % save_every == 0 or done == cfg.steps:
                 save_all()
     if stop.asked and done < cfg.steps:
+        save_all()
         print(f"stopped after update {done:,}; the same command with --resume goes on", flush=True)
         sys.exit(130)
 
@@ -440,6 +473,8 @@ def train(trajectories=None, resume=False, **given):
             best = value
             save("best")
         text += f"\nlast checkpoint (update {done:,})\n{table(rows, meta['headline'])}"
+        if not (folder / "best.pt").is_file():
+            save("best")
         best_step = torch.load(folder / "best.pt", map_location="cpu", weights_only=True)["step"]
         if best_step == done:
             text += "\nthe best checkpoint is the last"
@@ -457,10 +492,21 @@ def train(trajectories=None, resume=False, **given):
     return result
 
 
+def check_environment(env, meta):
+    """Refuse, before training, an environment whose states or actions are not those of the data."""
+    state, goal = data.observe(env.reset(seed=0)[0], meta["layout"])
+    got, want = len(state) + (len(goal) if meta["goal"] else 0), len(meta["state_mean"])
+    space = env.action_space
+    actions = getattr(space, "n", None) if meta["n_actions"] else (space.shape or [0])[-1]
+    if got != want or actions != meta["act_dim"]:
+        raise UserError(f"{meta['dataset']} does not fit its environment: states have {want} numbers there and {got} in the environment, actions "
+                        f"{meta['act_dim']} and {space}")
+
+
 def read_checkpoint(path, device, fixed):
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-        old = state["settings"]
+        old, _ = state["settings"], state["optimizer"]
     except Exception as e:      # torch raises what the damage happens to cause
         raise UserError(f"{path} cannot be read ({type(e).__name__}: {str(e)[:200]})") from e
     changed = [f"{k} was {old.get(k)} and is now {x}" for k, x in fixed.items() if old.get(k) != x]
@@ -563,7 +609,10 @@ def convert(kind, text):
         return text.lower() in ("true", "1", "yes")
     if text.lower() == "none":
         return None
-    return kind(text.replace("_", "")) if kind is int else kind(text)
+    try:
+        return kind(text.replace("_", "")) if kind is int else kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
 
 
 def parse(argv):
@@ -610,7 +659,7 @@ def parse(argv):
         word = unknown[0].split("=")[0]
         raise UserError(f"{name} has no flag {word}; {nearest(word, flags)}" if word.startswith("-")
                         else f"what is {word!r}? Settings are given as --name value")
-    given = {k: tuple(v) if isinstance(v, list) and k != "seeds" else v for k, v in vars(args).items()}
+    given = {k: (None if v == [None] else tuple(v)) if isinstance(v, list) and k != "seeds" else v for k, v in vars(args).items()}
     options = {k: given.pop(k, None) for k in ("show", "bench", "resume", "seeds")}
     return options, given
 
@@ -625,7 +674,15 @@ def main():
             raise UserError("--bench needs a number of updates")
         bench(options["bench"], given)
     elif options["seeds"]:
-        results = [train(resume=bool(options["resume"]), **given | {"seed": s}) for s in options["seeds"]]
+        if len(set(options["seeds"])) < len(options["seeds"]):
+            raise UserError("--seeds names a seed twice")
+        results = []
+        for s in options["seeds"]:
+            one = given | {"seed": s} | ({"run": f"{given['run']}-s{s}"} if given.get("run") else {})
+            try:        # of several seeds, those not yet begun start now
+                results.append(train(resume=bool(options["resume"]), **one))
+            except NothingToResume:
+                results.append(train(**one))
         if results[0]["rows"]:
             print("\n" + seeds_table([r["rows"] for r in results]))
     else:

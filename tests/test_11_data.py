@@ -79,6 +79,9 @@ def test_actions_are_scaled_from_their_bounds_to_minus_one_and_one():
     (dict(rewards=[0, 0, np.inf, 0]), "rewards hold NaN or infinity in 1 of 4 transitions, the first at transition 2"),
     (dict(lengths=[]), "no episodes"), (dict(lengths=[4, 0]), "episode 1 is empty"), (dict(lengths=[5]), "(5, any) numbers are needed"),
     (dict(states=np.zeros(4)), "shape (4,)"), (dict(actions=np.array([["a"]] * 4)), "numbers are needed"),
+    (dict(lengths=4), "lengths are whole numbers"), (dict(lengths=[2.5, 1.5]), "lengths are whole numbers"),
+    (dict(terminated=[True] * 4), "how each of 1 episodes ended"), (dict(action_low=[1.0], action_high=[-1.0]), "above the upper ones"),
+    (dict(action_low=[-1.0, -1.0]), "bounds of shape (2,)"),
     (dict(actions=[0, 1, 9, 0], n_actions=6), "action id 9 does not fit an environment with 6 actions"),
     (dict(actions=[0, -1, 2, 0], n_actions=6), "action id -1"), (dict(actions=[0.0, 1.0, 2.0, 3.0], n_actions=6), "type float64"),
 ])
@@ -214,6 +217,8 @@ def half(path):
     (lambda p: write_hdf5(p, N=0), "no episodes"), (lambda p: write_hdf5(p, S=12), "states have 12 numbers, but hopper-medium (Hopper-v5) has 11"),
     (lambda p: write_hdf5(p, A=2), "actions have 2 numbers"), (lambda p: write_hdf5(p, rewards=np.full(60, np.nan, np.float32)), "rewards hold NaN"),
     (lambda p: write_hdf5(p, rewards=np.zeros(59, np.float32)), "differ in length"), (lambda p: p.mkdir(), "cannot be read|does not exist"),
+    (lambda p: write_hdf5(p, terminals=np.full(60, np.nan)), "one 0 or 1 a step"),
+    (lambda p: write_hdf5(p, terminals=np.zeros((60, 2))), "one 0 or 1"),
 ])
 def test_a_spoilt_d4rl_file_gives_one_message_with_its_path(spoil, words, tmp_path):
     path = tmp_path / "hopper_medium-v2.hdf5"
@@ -345,6 +350,50 @@ def test_a_position_that_the_observation_lacks_is_put_first_and_not_twice(tmp_pa
     o = np.random.default_rng(0).uniform(-1, 1, (13, 4))
     make_set("my/holds-v0", space, box(2, dtype=np.float32), tmp_path, monkeypatch, observation=o, achieved_goal=o[:, :2].copy())
     assert data.load("minari:my/holds-v0").states.shape == (60, 4)
+
+
+def test_minari_states_stand_beside_the_actions_taken_in_them(tmp_path, monkeypatch):
+    """T + 1 observations for T actions: keeping the last T instead of the first would show the model where its action led."""
+    o = np.arange(13.0)[:, None].repeat(4, 1) / 13
+    buffers = [EpisodeBuffer(id=0, observations=o, actions=o[:12, :2].astype(np.float32), rewards=np.ones(12), terminations=np.arange(12) == 11,
+                             truncations=np.zeros(12, bool))]
+    store("my/order-v0", buffers, tmp_path, monkeypatch, observation_space=box(4), action_space=box(2, dtype=np.float32))
+    t = data.load("minari:my/order-v0")
+    assert torch.allclose(t.states[:, :2], t.actions, atol=1e-6) and t.terminated.tolist() == [True] and t.truncated.tolist() == [False]
+
+
+def test_a_named_set_acts_in_the_named_environment_with_its_own_switches(tmp_path, monkeypatch):
+    """Without continuing_task success would end a maze; without the cut, contact forces would widen an ant's state."""
+    space = Dict(observation=box(105), achieved_goal=box(2), desired_goal=box(2))
+    make_set("D4RL/antmaze/umaze-v1", space, box(8, dtype=np.float32), tmp_path, monkeypatch)
+    t = data.load("antmaze-umaze", "minari")
+    assert t.env_spec["kwargs"] == {"continuing_task": True, "reset_target": False} and t.states.shape == (60, 29) and t.layout["position"]
+
+
+def test_auto_takes_what_is_cached_before_it_downloads(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "none"))
+    write_hdf5(tmp_path / "hopper_medium-v2.hdf5")
+    assert data.load("hopper-medium", data=str(tmp_path)).source == "d4rl"
+    make_set("mujoco/hopper/medium-v0", box(11), box(3, dtype=np.float32), tmp_path, monkeypatch)
+    assert data.load("hopper-medium", data=str(tmp_path)).source == "minari"
+
+
+def test_a_d4rl_file_without_timeouts_is_cut_at_the_step_limit(tmp_path):
+    """Episodes of 700 and, by the limit of 1000, 1000 and 300 more: one endless episode would carry rewards across all of them."""
+    t = load_d4rl(write_hdf5(tmp_path / "x.hdf5", N=2000, terminals=np.arange(2000) == 699, drop=["timeouts"]), ENVS["hopper-medium"])
+    assert t.lengths.tolist() == [700, 1000, 300] and t.truncated.tolist() == [False, True, False] and t.terminated.tolist() == [True, False, False]
+
+
+def test_d4rl_actions_keep_their_bounds_of_one_whatever_the_data_reach(tmp_path):
+    x = np.full((60, 3), 0.5, np.float32)
+    assert load_d4rl(write_hdf5(tmp_path / "x.hdf5", actions=x), ENVS["hopper-medium"]).actions.unique().tolist() == [0.5]
+
+
+def test_a_local_set_of_another_size_than_usual_is_pointed_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    data.collect_local("pointmaze-umaze", 1)
+    assert len(data.load("pointmaze-umaze", "local")) == 300
+    assert "note: the stored local/pointmaze/umaze-v0 was made with" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spoil", ["half", "empty folder", "no metadata"])

@@ -65,13 +65,16 @@ def test_flags_are_made_from_the_fields_and_typed_by_them():
 
 @pytest.mark.parametrize("argv, words", [
     ("--lrr 1", "no flag --lrr; did you mean --lr"), ("--model dtt", "did you mean dt"), ("--env hoper-medium", "did you mean hopper-medium"),
-    ("--steps many", "invalid"), ("--steps 0", "--steps must be above 0"), ("--pct_traj 2", "--pct_traj"), ("--mixer conv", "invalid choice: 'conv'"),
-    ("--use_actions perhaps", "neither true nor false"), ("hopper", "what is 'hopper'"), ("--source web", "invalid choice"),
-    ("--d 10 --n_head 3", "multiple"),
-    ("--device cuda:9", "CUDA"), ("--device gpu", "no such device"), ("--lr", "expected one argument"), ("--source dqn", "Atari"),
-    ("--env minari:no/such-v0", "no/such-v0"), ("--data /no/such/folder", "no such folder"), ("--resume --run never", "nothing to resume"),
+    ("--steps many", "not a whole number"), ("--steps 0", "--steps must be above 0"), ("--pct_traj 2", "--pct_traj"),
+    ("--mixer conv", "invalid choice: 'conv'"), ("--use_actions perhaps", "neither true nor false"), ("hopper", "what is 'hopper'"),
+    ("--source web", "invalid choice"), ("--d 10 --n_head 3", "multiple"), ("--device cuda:9", "CUDA"), ("--device gpu", "no such device"),
+    ("--lr", "expected one argument"), ("--lr nan", "--lr must be above 0"), ("--source dqn", "Atari"), ("--env minari:no/such-v0", "no/such-v0"),
+    ("--env minari:", "not a Minari id"), ("--env minari:/", "not a Minari id"), ("--env minari:../x-v0", "not a Minari id"),
+    ("--data /no/such/folder", "there is no folder"), ("--resume --run never", "nothing to resume"), ("--run ../x", "the name of a folder"),
     ("--env kitchen-complete --source d4rl", "no file for kitchen-complete"), ("--env hopper-medium-replay --source minari", "Minari publishes no"),
-    ("--goal rtg --condition none --source local", "needs the token")])
+    ("--goal rtg --condition none --source local", "needs the token"), ("--steps none", "cannot be none"), ("--n_head 0", "at least 1"),
+    ("--betas 0.9", "--betas takes two"), ("--dropout nan", "--dropout"), ("--seed -1", "--seed must be"), ("--targets nan", "finite"),
+    ("--seeds 0 0", "twice"), ("--act_dim 77", "--act_dim comes from the data, where it is 2"), ("--max_ep_len 0", "--max_ep_len")])
 def test_a_slip_gives_one_helpful_message_and_exit_code_2(argv, words, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train.py", *argv.split()])
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
@@ -222,18 +225,21 @@ def interrupted(tmp_path, at, **more):
     return T.train(toy(), resume=True, **given)["run"]
 
 
-@pytest.mark.parametrize("at", [1, 7, 30])
+@pytest.mark.parametrize("at", [1, 7, 130])
 def test_a_stopped_and_resumed_run_ends_with_the_very_same_log_and_weights(at, tmp_path):
-    whole = T.train(toy(), **TINY | dict(steps=60, out=str(tmp_path / "whole"), dropout=0.1, size="small"))["run"]
-    parts = interrupted(tmp_path / "parts", at)
+    """250 updates are logged in pairs: stopping between the two must not lose the first one's loss."""
+    whole = T.train(toy(), **TINY | dict(steps=250, out=str(tmp_path / "whole"), dropout=0.1, size="small"))["run"]
+    parts = interrupted(tmp_path / "parts", at, steps=250)
     assert (parts / "log.csv").read_bytes() == (whole / "log.csv").read_bytes()
     a, b = (torch.load(p / "last.pt", weights_only=True)["model"] for p in (parts, whole))
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_resuming_with_other_settings_is_refused_by_name(tmp_path):
+def test_resuming_with_other_settings_or_other_data_is_refused_by_name(tmp_path):
     given = TINY | dict(out=str(tmp_path), size="small")
     T.train(toy(), **given)
+    with pytest.raises(UserError, match="sum_of_states was"):
+        T.train(toy(seed=1), resume=True, **given)
     with pytest.raises(UserError, match="lr was 0.0015 and is now 0.5"):
         T.train(toy(), resume=True, **given | dict(lr=0.5))
 
@@ -417,3 +423,116 @@ def test_groups_that_differ_in_decay_alone_are_clipped_by_one_norm():
     windows = type("W", (), dict(table=torch.zeros(1), sample=lambda *_: {}))
     T.make_step(model, windows, T.make_optimizer(model, cfg, torch.device("cpu")), cfg, None)()
     assert [model.a.grad.item(), model.b.grad.item()] == pytest.approx([3, 4], rel=1e-4)
+
+
+def test_the_newest_run_with_a_checkpoint_is_resumed_and_no_other_name(tmp_path):
+    given = TINY | dict(out=str(tmp_path), size="small", run="exp")
+    first = T.train(toy(), **given)["run"]
+    T.train(toy(), **given | dict(run="exp-2layers"))
+    (tmp_path / "exp-2").mkdir()        # a run that failed before its first checkpoint
+    assert T.train(toy(), resume=True, **given)["run"] == first
+
+
+def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path):
+    (tmp_path / "last.pt").write_text("old")
+
+    def half(path):
+        path.write_text("ne")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        T.write_atomically(tmp_path / "last.pt", half)
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"] and (tmp_path / "last.pt").read_text() == "old"
+
+
+def test_numpy_settings_and_sizes_still_make_a_checkpoint_that_loads_safely(tmp_path):
+    g = np.random.default_rng(0)
+    t = Trajectories(g.random((60, 3)), g.integers(0, 4, 60), g.random(60), [60], n_actions=np.int64(4), max_ep_len=np.int64(60))
+    run = T.train(t, **TINY | dict(out=str(tmp_path), size="small", lr=np.float64(1e-3), seed=np.int64(2), targets=np.array([1.0, 2.0])))["run"]
+    assert load_run(run)[1]["n_actions"] == 4
+
+
+def test_a_keyword_that_is_no_choice_is_refused_as_on_the_command_line(tmp_path):
+    for wrong in (dict(activation="tanh"), dict(schedule="linear"), dict(condition="foo"), dict(size="big")):
+        with pytest.raises(UserError, match="choose from"):
+            T.train(toy(), **TINY | wrong | dict(out=str(tmp_path)))
+
+
+def test_without_its_goal_the_model_is_neither_trained_on_it_nor_shown_it(tmp_path, monkeypatch):
+    o = np.random.default_rng(0).uniform(-1, 1, (13, 4))
+    make_set("D4RL/pointmaze/umaze-v2", Dict(observation=box(4), achieved_goal=box(2), desired_goal=box(2)), box(2, dtype=np.float32), tmp_path,
+             monkeypatch, observation=o, achieved_goal=o[:, :2].copy())
+    given = TINY | dict(env="pointmaze-umaze", source="minari", size="small", out=str(tmp_path / "runs"), steps=2, eval_episodes=1, eval_every=0,
+                        targets=(1.0,))
+    for goal, width in (("state", 6), ("none", 4)):
+        result = T.train(**given, goal=goal)
+        model, meta = load_run(result["run"])
+        assert model.cfg.state_shape == (width,) and meta["state_mean"].shape == (width,) and meta["goal"] == (width == 6)
+        assert result["rows"][0]["length"] == 300, "it acts to the end on states of the width that it knows"
+
+
+def test_pct_traj_trains_on_the_best_episodes_alone(tmp_path):
+    states = np.repeat(np.arange(10.0), 20)[:, None]
+    t = Trajectories(states, np.zeros((200, 1)), np.repeat(np.arange(10.0), 20), [20] * 10)
+    meta = T.train(t, **TINY | dict(out=str(tmp_path), size="small", pct_traj=0.2))["meta"]
+    assert meta["state_mean"].item() == 8.5, "episodes 8 and 9"
+
+
+def test_best_is_the_highest_success_then_return_at_the_headline_from_the_last_start():
+    meta = dict(starts={"random": None, "far": {}}, headline=80.0)
+
+    def row(start, target, success, mean):
+        return dict(start=start, target=target, success=success, return_mean=mean)
+    rows = [row("random", 80.0, 100.0, 99.0), row("far", 20.0, 90.0, 21.0), row("far", 90.0, 70.0, 60.0)]
+    assert T.quality(rows, meta) == [70.0, 60.0] and T.quality([row("far", 90.0, None, 60.0)], meta) == [0.0, 60.0]
+
+
+def test_targets_run_from_the_5th_to_the_95th_percentile_and_a_papers_own_are_for_its_data():
+    t = Trajectories(np.zeros((101, 1)), np.zeros((101, 1)), np.arange(101.0), [1] * 101)
+
+    def choose(source, targets, origin):
+        cfg, meta = T.TrainConfig(targets=targets, eval_episodes=2), dict(starts={"random": None}, source=source)
+        T.choose_targets(cfg, dict(targets=origin), meta, t, None)
+        return [x for _, x, _ in meta["plan"]], meta["headline"]
+    assert choose("minari", (3600.0,), 'preset "hopper"') == ([5, 27.5, 50, 72.5, 95], 95)
+    assert choose("d4rl", (3600.0, 1800.0), 'preset "hopper"') == ([3600, 1800], 3600)
+    assert choose("local", (7.0,), "command line") == ([7], 7)
+
+
+def test_the_far_pairs_returns_set_the_targets_of_a_point_maze():
+    """Ten episodes from the far pair return 0 to 90; the others, that start elsewhere, return 1000 and must not count."""
+    env = data.make_env({"id": data.ENVS["pointmaze-umaze"].id, "kwargs": data.ENVS["pointmaze-umaze"].kwargs})
+    far = data.ENVS["pointmaze-umaze"].starts["far"]
+    start, goal = (env.unwrapped.maze.cell_rowcol_to_xy(np.array(far[k])) for k in ("reset_cell", "goal_cell"))
+    states = np.concatenate([np.tile(np.append(start, [0, 0]), (10, 1)), np.tile(np.append(goal, [0, 0]), (10, 1))])
+    t = Trajectories(states, np.zeros((20, 2)), np.append(np.arange(0, 100, 10.0), [1000.0] * 10), [1] * 20, goals=np.tile(goal, (20, 1)))
+    cfg, meta = T.TrainConfig(eval_episodes=2), dict(starts=data.ENVS["pointmaze-umaze"].starts, source="local")
+    T.choose_targets(cfg, dict(targets="default"), meta, t, env)
+    assert meta["headline"] == 72 and meta["plan"][0] == ("random", 72.0, 10)
+    assert [x for s, x, _ in meta["plan"] if s == "far"] == pytest.approx([4.5, 24.8, 45, 65.2, 85.5], abs=0.11), "rounded to a tenth"
+
+
+def test_an_environment_that_does_not_fit_the_data_is_refused_before_training(tmp_path, monkeypatch):
+    make_set("my/wide-v0", box(7), Discrete(2), tmp_path, monkeypatch, env="CartPole-v1")
+    with pytest.raises(UserError, match="states have 7 numbers there and 4 in the environment"):
+        T.train(env="minari:my/wide-v0", out=str(tmp_path / "runs"), size="small", steps=10**6)
+    make_set("my/five-v0", box(4), Discrete(5), tmp_path, monkeypatch, env="CartPole-v1")
+    with pytest.raises(UserError, match=r"actions 5 and Discrete\(2\)"):
+        T.train(env="minari:my/five-v0", out=str(tmp_path / "runs"), size="small", steps=10**6)
+
+
+def test_a_run_trained_without_evaluation_asks_for_targets_and_then_plays(tmp_path, monkeypatch):
+    make_set("my/cart-v0", box(4), Discrete(2), tmp_path, monkeypatch, env="CartPole-v1")
+    run = T.train(env="minari:my/cart-v0", out=str(tmp_path / "runs"), **TINY | dict(size="small"))["run"]
+    code, _, err = command("eval.py", run)
+    assert code == 2 and "--targets" in err
+    code, out, err = command("eval.py", run, "--targets", 20, "--episodes", 1)
+    assert code == 0 and "20.0" in out, err
+
+
+def test_seeds_resume_those_begun_and_start_the_others(tmp_path, monkeypatch, capsys):
+    make_set("my/cart-v0", box(4), Discrete(2), tmp_path, monkeypatch, env="CartPole-v1")
+    argv = f"train.py --env minari:my/cart-v0 --steps 5 --eval_episodes 1 --eval_every 0 --out {tmp_path / 'runs'} --seeds"
+    for seeds in ("0", "0 1 --resume"):
+        monkeypatch.setattr(sys, "argv", f"{argv} {seeds}".split())
+        T.main()
+    assert "resuming after update 5" in capsys.readouterr().out and len(list((tmp_path / "runs").iterdir())) == 2
