@@ -37,7 +37,10 @@ def sample_in_a_loop(t, g, B, K, mean, std, max_ep_len):
 
         def pad(x, n=n):
             return np.concatenate([x, np.zeros((K - n, *x.shape[1:]), x.dtype)])
-        rtg = np.cumsum(rewards[i:end][::-1])[::-1][:n, None]
+        rtg = rewards[i:end].copy()
+        for j in reversed(range(len(rtg) - 1)):     # as the released code sums returns-to-go, anew for every sample
+            rtg[j] += rtg[j + 1]
+        rtg = rtg[:n, None]
         parts = ((states[i: i + n] - mean) / std, actions[i: i + n], rewards[i: i + n, None], rtg / 1000, np.arange(i - starts[e], i - starts[e] + n),
                  np.ones(n, bool))
         for column, x in zip(out, parts, strict=True):
