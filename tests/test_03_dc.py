@@ -272,7 +272,7 @@ def test_initial_values_are_the_released_ones():
     filters = model.blocks[0].mixer.filters
     for p in (filters.weight, filters.bias):
         assert 0.98 * 6 ** -0.5 < p.detach().abs().max() <= 6 ** -0.5 and abs(float(p.detach().std()) - (6 * 3) ** -0.5) < 0.02
-    assert abs(float(model.blocks[0].mlp[0].weight.std()) - 0.02) < 1e-3 and not model.blocks[0].mlp[0].bias.any()
+    assert abs(float(model.blocks[0].mlp[0].weight.detach().std()) - 0.02) < 1e-3 and not model.blocks[0].mlp[0].bias.any()
     assert abs(float(model.embed_timestep.weight.std()) - 0.5) < 0.01
 
 
