@@ -446,7 +446,8 @@ def load(name, source="auto", data="", goal=True):
             out = load_minari(id, env, "local", download=False)
             made = collect.recipe(id) or {}
             if (made.get("steps"), made.get("version")) != (collect.NAMES[name], collect.VERSION):
-                print(f"note: the stored {id} was made with {made}; 'python data.py collect {name}' makes the usual {collect.NAMES[name]:,} steps")
+                print(f"note: the stored {id} was made with steps={made.get('steps')}, not the usual {collect.NAMES[name]:,}, or by another "
+                      f"version of collect.py; 'python data.py collect {name}' makes it anew")
         elif source == "minari":
             if not env.minari:
                 raise UserError(f"Minari publishes no {name}; use --source d4rl")
@@ -588,9 +589,9 @@ def command_line():
     parser.add_argument("--seed", type=int, default=0, help="collect: seed")
     args = parser.parse_args()
     if args.command == "list":
-        print(f"{'name':24s} {'minari':28s} {'d4rl':6s} {'local':6s} environment")
+        print(f"{'name':26s} {'minari':31s} {'d4rl':6s} {'local':6s} environment")
         for name, env in ENVS.items():
-            print(f"{name:24s} {env.minari or '-':28s} {'yes' if env.d4rl else '-':6s} {'yes' if local_id(name) else '-':6s} {env.id}")
+            print(f"{name:26s} {env.minari or '-':31s} {'yes' if env.d4rl else '-':6s} {'yes' if local_id(name) else '-':6s} {env.id}")
         return
     if not args.env:
         raise UserError(f"which environment? python data.py {args.command} ENV")

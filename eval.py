@@ -162,7 +162,8 @@ def table(rows, headline=None):
         group = [r for r in rows if r["start"] == start]
         if len(group) > 1:
             a = alignment(group)
-            lines.append(f"{start} start, all targets: rank correlation {a['rank_correlation']:.2f}, "
+            rank = "- (all returns equal)" if math.isnan(a["rank_correlation"]) else f"{a['rank_correlation']:.2f}"
+            lines.append(f"{start} start, all targets: rank correlation {rank}, "
                          f"mean |target - achieved| {a['abs_error']:.1f} over {a['episodes']} episodes")
     return "\n".join(lines)
 
@@ -238,7 +239,7 @@ def seeds_table(runs):
     return "\n".join(lines)
 
 
-def film(model, meta, path, start, target, seed=0, sample=False):
+def film(model, meta, path, start, target, seed=0, sample=False, zero=()):
     """Write one episode as a film (.gif, or .mp4 where imageio has ffmpeg); returns its return. Raises UserError if it cannot be rendered."""
     import imageio
     frames = []
@@ -249,7 +250,7 @@ def film(model, meta, path, start, target, seed=0, sample=False):
     try:
         env = make_env(meta["env_spec"], render_mode="rgb_array")
         generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-        result = rollout(model, meta, [env], np.array([target]), [1000 * seed], [meta["starts"][start]], sample, generator, on_step=shoot)
+        result = rollout(model, meta, [env], np.array([target]), [1000 * seed], [meta["starts"][start]], sample, generator, zero, shoot)
         gif = {"duration": 2000 / env.metadata.get("render_fps", 50), "loop": 0} if str(path).endswith(".gif") else {}
         imageio.mimsave(path, frames, **gif)
         env.close()
@@ -324,8 +325,8 @@ def command_line():
     print(table(evaluate(model, meta, plan, args.seed, sample=meta["sample"], zero=args.zero), meta["headline"]))
     if args.video:
         target = args.targets[0] if args.targets else meta["headline"]
-        got = film(model, meta, args.video, starts[-1], target, args.seed, meta["sample"])
-        print(f"{args.video}: one episode, target {target:.1f}, achieved {got:.1f}")
+        got = film(model, meta, args.video, starts[-1], target, args.seed, meta["sample"], args.zero)
+        print(f"{args.video}: one episode from the {starts[-1]} start, target {target:.1f}, achieved {got:.1f}")
 
 
 if __name__ == "__main__":

@@ -333,15 +333,19 @@ def prepare(cfg, values, origin, trajectories=None):
     act_dim = t.n_actions or t.actions.shape[1]
     model = build_model(cfg, values, origin, t.states.shape[1] + goal_dim, act_dim, t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
     if cfg.rtg_scale is None or origin["rtg_scale"] != "command line" and t.source != "d4rl":      # a paper's scale holds for the paper's data
-        # an environment that we know nothing of: returns of at most 1
-        scale = (env.d4rl_rtg_scale if t.source == "d4rl" else None) or env.rtg_scale if env else max(1.0, float(t.returns.abs().max()))
+        if env:
+            scale = env.d4rl_rtg_scale if t.source == "d4rl" and env.d4rl_rtg_scale else env.rtg_scale
+        else:
+            scale = max(1.0, float(t.returns.abs().max()))      # nothing known: returns of at most 1
         cfg.rtg_scale, origin["rtg_scale"] = scale, "environment" if env else "data"
     windows = Windows(t, values["context_len"], device, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
+    # D4RL's AntMaze score is the success rate, not a return: here an episode goes on after success
     meta = dict(
         model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=t.env_spec,
         layout=t.layout, goal=goal_dim > 0, state_mean=windows.mean, state_std=windows.std, rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale,
         act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
-        max_ep_len=values["max_ep_len"], ref=env.ref if env else None, starts=env.starts if env else {"random": None}, sample=cfg.sample,
+        max_ep_len=values["max_ep_len"], ref=env.ref if env and env.family != "antmaze" else None,
+        starts=env.starts if env else {"random": None}, sample=cfg.sample,
         seed=cfg.seed, step=0, headline=None, plan=[])
     return model, windows, meta, t
 
@@ -487,7 +491,7 @@ def train(trajectories=None, resume=False, **given):
     log.write()
     plot_curve(log.rows, folder / "curve.png")
     result["seconds"] = time.time() - began
-    files = "log.csv, curve.png" + (", targets.png, table.txt" if meta["plan"] else "")
+    files = "last.pt, log.csv, curve.png" + (", best.pt, targets.png, table.txt" if meta["plan"] else "")
     print(f"\n{text}\n{result['seconds']:.0f} s in all; {folder} holds {files}", flush=True)
     return result
 
@@ -511,7 +515,7 @@ def read_checkpoint(path, device, fixed):
         raise UserError(f"{path} cannot be read ({type(e).__name__}: {str(e)[:200]})") from e
     changed = [f"{k} was {old.get(k)} and is now {x}" for k, x in fixed.items() if old.get(k) != x]
     if changed:
-        raise UserError(f"{path.parent} was started with other settings: {'; '.join(changed)}")
+        raise UserError(f"{path.parent} was started with other settings: {'; '.join(changed)}\nTo resume another run, name its folder with --run")
     return state
 
 
@@ -591,8 +595,10 @@ def show(given):
     if env:
         goal_dim = env.goal_dim if values["goal"] != "none" else 0
         sizes = counters(build_model(cfg, values, origin, env.state_dim + goal_dim, env.act_dim, False, env.max_ep_len, goal_dim), values)
-        if cfg.rtg_scale is None:
+        if origin["rtg_scale"] != "command line" and (cfg.rtg_scale is None or cfg.source != "d4rl"):     # see prepare() and choose_targets()
             cfg.rtg_scale, origin["rtg_scale"] = env.rtg_scale, "environment"
+        if origin["targets"] != "command line" and cfg.source != "d4rl":
+            cfg.targets, origin["targets"] = None, "data, when it is loaded"
     for key, x in (dataclasses.asdict(cfg) | values).items():
         print(f"{key:16s} {str(x):28s} {origin[key]}")
     if sizes:
@@ -627,7 +633,7 @@ def parse(argv):
                                      argument_default=argparse.SUPPRESS)
     parser.add_argument("--show", action="store_true", help="print every setting and where it came from, and stop")
     parser.add_argument("--bench", type=int, metavar="N", help="time N updates; no evaluation")
-    parser.add_argument("--resume", action="store_true", help="go on with the newest run of these settings")
+    parser.add_argument("--resume", action="store_true", help="go on with the last run of this name; give the same flags again")
     parser.add_argument("--seeds", type=int, nargs="+", help="train one run for each seed and print one table")
     parser.add_argument("--no-goal", "--no_goal", dest="goal", action="store_const", const="none", help="mazes: hide the goal from the model")
     for config in (TrainConfig, module.Config):

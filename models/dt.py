@@ -36,7 +36,7 @@ class Config:
     timestep_std: float = 1.0               # spread of the timestep table at initialisation
 
 
-PRESETS = {
+PRESETS = {     # fields of Config, and of train.py's TrainConfig
     "*": dict(      # the released gym code; table and code agree except where noted
         n_layer=3, n_head=1, d=128, context_len=20, dropout=0.1, activation="relu", batch_size=64, lr=1e-4,
         weight_decay=1e-4, betas=(0.9, 0.999), clip=0.25, steps=100_000, schedule="constant", eval_episodes=100,
@@ -124,7 +124,7 @@ class Model(nn.Module):
         self.cfg = cfg
         d, (S,) = cfg.d, cfg.state_shape
         self.G = G = cfg.goal_dim if cfg.goal in ("action", "rtg", "embed") else 0      # goal numbers read by other tokens
-        if cfg.goal == "action" and not cfg.use_actions or cfg.goal == "rtg" and cfg.condition == "none":
+        if (cfg.goal == "action" and not cfg.use_actions) or (cfg.goal == "rtg" and cfg.condition == "none"):
             raise ValueError(f"goal={cfg.goal!r} needs the token that it is written into: use_actions=True, or condition other than none")
         self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
         self.state_at = int(cfg.condition != "none")                        # the state's place among them
