@@ -120,5 +120,5 @@ def test_dm_scales_and_targets_are_the_released_ones(env, scale, targets):
 @pytest.mark.parametrize("model", train.MODELS)
 @pytest.mark.parametrize("env", ["pointmaze-umaze", "antmaze-umaze", "hopper-medium", "kitchen-mixed"])
 def test_small_sizes_take_the_environments_own_return_scale(model, env):
-    """A paper's scale of 1 leaves returns of hundreds: a small model then does not follow its target at all (rank correlation about 0.1, not 0.98)."""
+    """A paper's scale of 1 leaves returns of hundreds: a small model then does not follow its target (rank correlation about 0.1, not 0.98)."""
     assert train.settings(dict(model=model, env=env, size="small"))[0].rtg_scale is None
