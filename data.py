@@ -49,6 +49,10 @@ class Env:
     starts: dict = field(default_factory=lambda: {"random": None})     # name -> reset options of the episodes that evaluation plays
     note: str = ""
 
+    def scale(self, source):
+        """What returns-to-go of this source's data are divided by."""
+        return self.d4rl_rtg_scale if source == "d4rl" and self.d4rl_rtg_scale else self.rtg_scale
+
 
 D4RL_URL = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
 ENVS: dict[str, Env] = {}
@@ -297,6 +301,12 @@ def minari_root():
     return Path(os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets").expanduser()
 
 
+def use_folder(data, source):
+    """--data for Minari sets: the folder that minari, which reads it from the environment, works in from now on."""
+    if data and source != "d4rl":
+        os.environ["MINARI_DATASETS_PATH"] = str(Path(data).expanduser().resolve())
+
+
 def d4rl_root(data=""):
     return Path(data or os.environ.get("D4RL_DATASET_DIR") or "~/.d4rl/datasets").expanduser()
 
@@ -428,8 +438,7 @@ def load(name, source="auto", data="", goal=True):
         raise UserError("source dqn is for Atari games, which no model here reads yet; use --source minari, d4rl or local")
     if data and not Path(data).expanduser().is_dir():
         raise UserError(f"--data {data}: there is no folder of this name")
-    if data and source != "d4rl":
-        os.environ["MINARI_DATASETS_PATH"] = str(Path(data).expanduser().resolve())
+    use_folder(data, source)
     if name.startswith("minari:"):
         return load_minari(name.removeprefix("minari:"))
     env = get_env(name)
@@ -596,8 +605,7 @@ def command_line():
     if not args.env:
         raise UserError(f"which environment? python data.py {args.command} ENV")
     env = None if args.env.startswith("minari:") else get_env(args.env)
-    if args.data and args.source != "d4rl":
-        os.environ["MINARI_DATASETS_PATH"] = str(Path(args.data).expanduser().resolve())
+    use_folder(args.data, args.source)
     if args.command == "collect":
         if (args.steps is not None and args.steps < 1) or args.seed < 0:
             raise UserError("--steps must be at least 1, and --seed must not be negative")

@@ -231,9 +231,9 @@ def seeds_table(runs):
         target, value, score, success, error = (cell([r[k] for r in group]) for k in ("target", "return_mean", "score", "success", "abs_error"))
         lines.append(f"{group[0]['start']:8s}{target:>16s}{value:>16s}{score:>16s}{success:>16s}{error:>21s}")
     for start in dict.fromkeys(r["start"] for r in runs[0]):
-        each = [alignment([r for r in rows if r["start"] == start]) for rows in runs]
         if len({r["target"] for r in runs[0] if r["start"] == start}) == 1:
             continue
+        each = [alignment([r for r in rows if r["start"] == start]) for rows in runs]
         lines.append(f"{start} start, all targets: rank correlation {cell([a['rank_correlation'] for a in each], 2)}, "
                      f"mean |target - achieved| {cell([a['abs_error'] for a in each])}")
     return "\n".join(lines)

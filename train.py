@@ -138,6 +138,11 @@ def build_model(cfg, values, origin, state_dim, act_dim, discrete, max_ep_len, g
         raise UserError(str(e)) from e
 
 
+def holds(key, origin, source):
+    """Whether a return scale or targets apply to data of this source: a paper's do to the paper's data, the command line's to any."""
+    return origin[key] == "command line" or source == "d4rl"
+
+
 def describe(cfg, values, origin):
     """The settings, one line for each place they come from."""
     groups = {}
@@ -287,12 +292,10 @@ def write_atomically(path, write):
     try:
         write(part)
         os.replace(part, path)
-    except KeyboardInterrupt:
-        part.unlink(missing_ok=True)
-        raise
     except (OSError, RuntimeError) as e:        # torch.save reports a full disk as RuntimeError
-        part.unlink(missing_ok=True)
         raise UserError(f"cannot write {path} ({e}); nothing was lost up to the last checkpoint") from e
+    finally:
+        part.unlink(missing_ok=True)            # there only if something stopped us
 
 
 class Log:
@@ -332,12 +335,9 @@ def prepare(cfg, values, origin, trajectories=None):
     goal_dim = t.goals.shape[1] if goal and t.goals is not None else 0
     act_dim = t.n_actions or t.actions.shape[1]
     model = build_model(cfg, values, origin, t.states.shape[1] + goal_dim, act_dim, t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
-    if cfg.rtg_scale is None or origin["rtg_scale"] != "command line" and t.source != "d4rl":      # a paper's scale holds for the paper's data
-        if env:
-            scale = env.d4rl_rtg_scale if t.source == "d4rl" and env.d4rl_rtg_scale else env.rtg_scale
-        else:
-            scale = max(1.0, float(t.returns.abs().max()))      # nothing known: returns of at most 1
-        cfg.rtg_scale, origin["rtg_scale"] = scale, "environment" if env else "data"
+    if cfg.rtg_scale is None or not holds("rtg_scale", origin, t.source):
+        cfg.rtg_scale = env.scale(t.source) if env else max(1.0, float(t.returns.abs().max()))     # nothing known: returns of at most 1
+        origin["rtg_scale"] = "environment" if env else "data"
     windows = Windows(t, values["context_len"], device, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
     # D4RL's AntMaze score is the success rate, not a return: here an episode goes on after success
     meta = dict(
@@ -362,8 +362,7 @@ def choose_targets(cfg, origin, meta, t, env):
             near &= (x[t.starts[:-1], :2] - centre).abs().amax(1) < 0.5 * maze.maze_size_scaling
         if near.sum() >= 10:
             returns, share, place = returns[near.numpy()], 80, " of the far pair"
-    # a paper's targets hold for the paper's data
-    asked = cfg.targets and (origin["targets"] == "command line" or meta["source"] == "d4rl")
+    asked = cfg.targets and holds("targets", origin, meta["source"])
     targets = list(cfg.targets) if asked else np.linspace(*np.percentile(returns, [5, 95]), 5).round(1).tolist()
     headline = targets[0] if asked else targets[-1] if share == 95 else float(np.percentile(returns, share).round(1))
     cfg.targets, origin["targets"] = tuple(targets), origin["targets"] if asked else "data"
@@ -401,8 +400,8 @@ def train(trajectories=None, resume=False, **given):
     log = Log(folder / "log.csv", meta)
     # what decides the numbers; a run is only continued with the same
     fixed = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}
-    fixed |= dict(dataset=t.dataset, data_source=t.source, transitions=len(t), sum_of_states=float(t.states.double().sum()),
-                  sum_of_rewards=float(t.rewards.double().sum()))
+    fixed |= dict(dataset=t.dataset, data_source=t.source, transitions=len(t), sum_of_states=float(t.states.sum(dtype=torch.float64)),
+                  sum_of_rewards=float(t.rewards.sum(dtype=torch.float64)))
     done, best, sums, count = 0, None, {}, 0
     if resume:
         state = read_checkpoint(folder / "last.pt", device, fixed)
@@ -479,12 +478,13 @@ def train(trajectories=None, resume=False, **given):
         text += f"\nlast checkpoint (update {done:,})\n{table(rows, meta['headline'])}"
         if not (folder / "best.pt").is_file():
             save("best")
-        best_step = torch.load(folder / "best.pt", map_location="cpu", weights_only=True)["step"]
+        best_model, best_meta = load_run(folder, "best", device)
+        best_step = best_meta["step"]
         if best_step == done:
             text += "\nthe best checkpoint is the last"
         else:
             plan = [p for p in meta["plan"] if p[1] == meta["headline"]][:1]
-            result["best_rows"] = play(plan, load_run(folder, "best", device)[0], "best", best_step)
+            result["best_rows"] = play(plan, best_model, "best", best_step)
             text += f"\nbest checkpoint (update {best_step:,}, chosen on the way)\n{table(result['best_rows'], meta['headline'])}"
         plot_targets(rows, folder / "targets.png", title(meta))
         write_atomically(folder / "table.txt", lambda path: path.write_text(text + "\n", encoding="utf-8"))
@@ -595,9 +595,9 @@ def show(given):
     if env:
         goal_dim = env.goal_dim if values["goal"] != "none" else 0
         sizes = counters(build_model(cfg, values, origin, env.state_dim + goal_dim, env.act_dim, False, env.max_ep_len, goal_dim), values)
-        if origin["rtg_scale"] != "command line" and (cfg.rtg_scale is None or cfg.source != "d4rl"):     # see prepare() and choose_targets()
-            cfg.rtg_scale, origin["rtg_scale"] = env.rtg_scale, "environment"
-        if origin["targets"] != "command line" and cfg.source != "d4rl":
+        if cfg.rtg_scale is None or not holds("rtg_scale", origin, cfg.source):
+            cfg.rtg_scale, origin["rtg_scale"] = env.scale(cfg.source), "environment"
+        if not holds("targets", origin, cfg.source):
             cfg.targets, origin["targets"] = None, "data, when it is loaded"
     for key, x in (dataclasses.asdict(cfg) | values).items():
         print(f"{key:16s} {str(x):28s} {origin[key]}")
