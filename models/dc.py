@@ -6,7 +6,7 @@ place: a return, a state or an action. 8,064 mixing parameters where attention h
 
     python dc.py        fits one random batch and prints the loss
 
-B batch, K context steps, L tokens (3K), H heads, d width, S state size, A action size.
+B batch, K context steps, L tokens (3K), H heads, d width, S state size, A action size; frames are C x height x width.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 
 @dataclass
 class Config:
-    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's numbers included where there is a goal
+    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's numbers included where there is a goal; or (C, height, width): C stacked frames
     act_dim: int = 3                        # A numbers, or A choices if discrete
     discrete: bool = False
     context_len: int = 8                    # K
@@ -36,7 +36,8 @@ class Config:
     window: int = 6                         # tokens that a filter sees, its own included (Table 18)
     filters: Literal["per-type", "shared"] = "per-type"     # shared: one filter for all positions (Table 17)
     hybrid: bool = False                    # the last block mixes by attention (Section 3.2, Table 3)
-    projection: bool = False                # a linear layer after each convolution (Table 13). NOTE(code): attention always has its own
+    projection: bool = False                # a linear layer after each mixer (Table 13). NOTE(code): attention always has its own there
+    position: Literal["timestep", "window"] = "timestep"    # window: the token's place in it, and the timestep of its first step (Atari)
     timestep_embedding: bool = True         # Table 9 switches it for ODC; the released DC always has it
     timestep_std: float = 1.0               # spread of the timestep table at initialisation
 
@@ -53,6 +54,24 @@ PRESETS = {
     "walker2d": dict(targets=(5000.0, 10000.0, 25000.0, 50000.0, 75000.0, 100000.0)),
     "antmaze": dict(lr=1e-4, rtg_scale=1.0, targets=(1.0, 2.0, 5.0, 10.0, 50.0, 100.0)),        # code: 1, 10, 100, 1000, 100000
     "maze2d": dict(hybrid=True, n_head=2, lr=1e-4, rtg_scale=1.0, targets=(300.0,)),    # LSDT paper's Table 12; target as its LSDT's
+    "atari": dict(      # Table 6; steps: 10 epochs of 500,000 windows
+        n_layer=6, n_head=8, d=128, context_len=8, position="window", timestep_std=0.0,
+        batch_size=256,                     # code: 128, pong 512
+        lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=19_530, warmup=5, schedule="cosine",
+        # NOTE(paper): the rate is to end after 2 * 500,000 * K tokens, two of the ten epochs; code: after six, and it climbs again to 0.75
+        # of its height. Here the cosine spans the run and stays at its floor
+        lr_floor=0.1, rtg_scale=1.0, eval_episodes=10, sample=True,
+    ),
+    # Table 6: 1 or 5 times the largest return in the data, in raw points, while the data's rewards are clipped. Projections: Table 13's
+    # column of DC. For --hybrid: context_len 30 (pong 50, Table 7), and its column differs for asterix (yes)
+    "breakout": dict(targets=(90.0,)),
+    "qbert": dict(targets=(2500.0,), projection=True),      # code: 14000
+    "pong": dict(targets=(20.0,)),
+    "seaquest": dict(targets=(1450.0,), projection=True),   # code: 1150
+    "asterix": dict(targets=(520.0,)),
+    "frostbite": dict(targets=(950.0,), projection=True),
+    "assault": dict(targets=(780.0,), projection=True),
+    "gopher": dict(targets=(2750.0,)),
     "hopper-medium": dict(d=256, lr=1e-4),                              # Table 5
     "hopper-medium-replay": dict(d=256, lr=1e-4, use_actions=False),    # Tables 5 and 12
     "walker2d-medium": dict(lr=1e-4),
@@ -61,6 +80,35 @@ PRESETS = {
         lr=1.5e-3, warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,         # None: the environment's
     ),
 }
+
+
+class FrameEncoder(nn.Module):
+    """The convolutions of the DQN (Mnih et al., 2015) and one linear layer: frames (B, K, C, height, width), 0 to 255, to (B, K, d)."""
+
+    def __init__(self, shape, d):
+        super().__init__()
+        C, *sides = shape
+        rows, columns = ((((n - 8) // 4 + 1) - 4) // 2 + 1 - 2 for n in sides)
+        if min(rows, columns) < 1:
+            raise ValueError(f"frames of {sides[0]} x {sides[1]} pixels are too small for the convolutions: 36 x 36 at least")
+        self.first, self.conv2, self.conv3 = nn.Conv2d(C, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
+        self.fc = nn.Linear(64 * rows * columns, d)
+
+    def encode(self, x):
+        return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
+
+    def forward(self, x, memory=None):
+        """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
+        old, first, device = None, self.first, x.device.type
+        if memory and x.shape[1] > 1:
+            old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
+        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = y if old is None else torch.cat([old, y], 1)
+        if memory is not None:
+            memory["frames"] = y
+        return y
 
 
 class TokenFilters(nn.Module):
@@ -107,10 +155,10 @@ class ConvMixer(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention over L tokens. rows: a slice of the positions whose output is wanted; None means all of them."""
 
-    def __init__(self, d, n_head, dropout):
+    def __init__(self, d, n_head, dropout, projection=True):
         super().__init__()
         self.n_head, self.dropout = n_head, dropout
-        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d) if projection else nn.Identity()
 
     def forward(self, x, rows=None):
         B, L, d = x.shape
@@ -143,26 +191,29 @@ class MetaFormerBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """Decision ConvFormer for vector states; actions are A numbers in [-1, 1] or one of A choices."""
+    """Decision ConvFormer for vectors or frames; actions are A numbers in [-1, 1] or one of A choices."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        d, (S,) = cfg.d, cfg.state_shape
+        d, self.frames = cfg.d, len(cfg.state_shape) == 3
         if cfg.window < 1:
             raise ValueError(f"window={cfg.window}: a filter sees its own token at least, so window is 1 or more")
         if cfg.hybrid and d % cfg.n_head:
             raise ValueError(f"the attention block of hybrid=True needs d={d} divisible by n_head={cfg.n_head}")
         self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
         self.state_at = int(cfg.condition != "none")                        # the state's place among them
-        self.embed_state = nn.Linear(S, d)
+        self.embed_state = FrameEncoder(cfg.state_shape, d) if self.frames else nn.Linear(*cfg.state_shape, d)
         if cfg.condition != "none":
             self.embed_condition = nn.Linear(1, d)
         if cfg.use_actions:
             self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
         if cfg.timestep_embedding:
             self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
-        self.embed_ln, self.drop = nn.LayerNorm(d), nn.Dropout(cfg.dropout)
+        if cfg.position == "window":
+            self.embed_place = nn.Parameter(torch.zeros(self.tokens * cfg.context_len, d))
+        # NOTE(code): with frames, as released for Atari, each embedding goes through a tanh, in place of a norm for all
+        self.embed_ln, self.drop = nn.Identity() if self.frames else nn.LayerNorm(d), nn.Dropout(cfg.dropout)
         types = self.tokens if cfg.filters == "per-type" else 1
         # The last block's return and action filters reach no prediction; they stay, since the paper's 8,064 counts them
         self.blocks = nn.ModuleList(MetaFormerBlock(cfg, types, cfg.hybrid and i == cfg.n_layer - 1) for i in range(cfg.n_layer))
@@ -172,13 +223,17 @@ class Model(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+        if self.frames:     # but for these two
+            nn.init.normal_(self.head.weight, std=0.02)
+            if cfg.use_actions and cfg.discrete:
+                nn.init.normal_(self.embed_action.weight, std=0.02)
         if cfg.timestep_embedding:
             nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
 
-    def hidden(self, states, actions, rewards, rtg, timesteps, rows):
+    def hidden(self, states, actions, rewards, rtg, timesteps, rows, memory=None):
         """(B, number of rows, d): the last layer at the token positions in the slice rows."""
         cfg, dtype = self.cfg, self.head.weight.dtype
-        x = [self.embed_state(states.to(dtype))]
+        x = [self.embed_state(states, memory) if self.frames else self.embed_state(states.to(dtype))]
         if cfg.condition != "none":
             # the reward that led to s_t; the first step of a window has none
             c = rtg.to(dtype) if cfg.condition == "rtg" else F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))     # (B, K, 1)
@@ -186,9 +241,16 @@ class Model(nn.Module):
         if cfg.use_actions:
             x.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
         x = torch.stack(x, 2)                                                               # (B, K, tokens, d)
+        if self.frames:
+            x = x.tanh()
         if cfg.timestep_embedding:
-            x = x + self.embed_timestep(timesteps.clamp(max=cfg.max_ep_len - 1))[:, :, None]
-        x = self.drop(self.embed_ln(x.flatten(1, 2)))                                       # (B, L, d): R_1 s_1 a_1 R_2 ...
+            # released for Atari: the first step's timestep for the whole window, and the place in it. NOTE(code): acting used the last step's
+            t = timesteps[:, :1] if cfg.position == "window" else timesteps
+            x = x + self.embed_timestep(t.clamp(max=cfg.max_ep_len - 1))[:, :, None]
+        x = x.flatten(1, 2)                                                                 # (B, L, d): R_1 s_1 a_1 R_2 ...
+        if cfg.position == "window":
+            x = x + self.embed_place[:x.shape[1]]
+        x = self.drop(self.embed_ln(x))
         for i, block in enumerate(self.blocks):
             x = block(x, rows if i == cfg.n_layer - 1 else None)
         return self.ln_f(x)
@@ -200,8 +262,9 @@ class Model(nn.Module):
     def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
         """Predict every step's action from what came before it.
 
-        states (B, K, S), actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1), timesteps (B, K) int64. Returns (B, K, A):
-        actions in [-1, 1], or logits. mask is not read: padding stands right of the real steps, where no causal filter reaches.
+        states (B, K, S) or frames (B, K, C, height, width) from 0 to 255, actions (B, K, A) or (B, K) int64, rewards and rtg (B, K,
+        1), timesteps (B, K) int64. Returns (B, K, A): actions in [-1, 1], or logits. mask is not read: padding stands right of the
+        real steps, where no causal filter reaches.
         NOTE(code): released windows are padded on the left, with action -10 in training and 0 in evaluation, and the filters see it.
         """
         return self.predict(self.hidden(states, actions, rewards, rtg, timesteps, slice(self.state_at, None, self.tokens)))
@@ -217,14 +280,15 @@ class Model(nn.Module):
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
-    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
         """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
 
         Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
+        memory: a dict, empty at first, handed back at each next step of the same B episodes; frames are then embedded once.
         """
         history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
         at = (history[0].shape[1] - 1) * self.tokens + self.state_at
-        y = self.predict(self.hidden(*history, slice(at, at + 1)))[:, -1]
+        y = self.predict(self.hidden(*history, slice(at, at + 1), memory))[:, -1]
         if not self.cfg.discrete:
             return y
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)

@@ -21,7 +21,7 @@ from torch import nn
 
 @dataclass
 class Config:
-    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's G numbers included where there is a goal
+    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's G numbers included where there is a goal; or stacked frames, say (4, 84, 84)
     act_dim: int = 3                        # A numbers, or A choices if discrete
     discrete: bool = False
     context_len: int = 20                   # K
@@ -35,6 +35,7 @@ class Config:
     use_actions: bool = True                # False: no action tokens
     goal_dim: int = 0                       # G, the last G numbers of the state
     goal: Literal["none", "state"] = "state"
+    position: Literal["timestep", "window"] = "timestep"    # window: the token's place in it, and the timestep of its first step (Atari)
     timestep_std: float = 1.0               # spread of the timestep table at initialisation
     layers: Literal["alternating", "all"] = "alternating"               # which layers are mixer layers: 2nd, 4th, 6th, or all (DM-ALL)
     selection: Literal["learned", "fixed", "none"] = "learned"          # how many tokens: hypernetwork, fixed_k, or no mixer layer at all
@@ -71,6 +72,11 @@ PRESETS = {
     "door": dict(rtg_scale=100.0, targets=(2000.0, 1000.0, 500.0)),
     "relocate": dict(rtg_scale=1000.0, targets=(3000.0, 1000.0)),
     "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),           # as released, though no kitchen episode returns more than 4
+    "atari": dict(      # not in the paper: DT's
+        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, position="window", timestep_std=0.0, batch_size=128, lr=6e-4,
+        betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=19_530, warmup=3, schedule="cosine", lr_floor=0.1,
+        rtg_scale=1.0, eval_episodes=10, sample=True,
+    ),
     "small": dict(  # ours: minutes on a laptop
         n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3700, lr=1.5e-3,
         warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,
@@ -79,6 +85,35 @@ PRESETS = {
         strategy="prefix", router="sigmoid", router_bias=2.0, residual=True, k_start=0.9,
     ),
 }
+
+
+class FrameEncoder(nn.Module):
+    """The convolutions of the DQN (Mnih et al., 2015) and one linear layer: frames (B, K, C, height, width), 0 to 255, to (B, K, d)."""
+
+    def __init__(self, shape, d):
+        super().__init__()
+        C, *sides = shape
+        rows, columns = ((((n - 8) // 4 + 1) - 4) // 2 + 1 - 2 for n in sides)
+        if min(rows, columns) < 1:
+            raise ValueError(f"frames of {sides[0]} x {sides[1]} pixels are too small for the convolutions: 36 x 36 at least")
+        self.first, self.conv2, self.conv3 = nn.Conv2d(C, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
+        self.fc = nn.Linear(64 * rows * columns, d)
+
+    def encode(self, x):
+        return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
+
+    def forward(self, x, memory=None):
+        """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
+        old, first, device = None, self.first, x.device.type
+        if memory and x.shape[1] > 1:
+            old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
+        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = y if old is None else torch.cat([old, y], 1)
+        if memory is not None:
+            memory["frames"] = y
+        return y
 
 
 class QueryAttention(nn.Module):
@@ -269,7 +304,7 @@ class MixerLayer(StandardLayer):
 
 
 class Model(nn.Module):
-    """Decision Mixer for vector states; actions are A numbers in [-1, 1] or one of A choices."""
+    """Decision Mixer for vectors or frames; actions are A numbers in [-1, 1] or one of A choices."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -284,16 +319,19 @@ class Model(nn.Module):
             raise ValueError(f"capacity is a share of the window, above 0 and up to 1, for a learned k and strategy='window'; not {cfg.capacity}")
         if cfg.k_margin < 1 or not 0 < cfg.k_start < 1 or not 0 < cfg.fixed_k <= 1:
             raise ValueError("k_margin must be at least 1, k_start a share between 0 and 1, and fixed_k one above 0 and up to 1")
-        d, (S,) = cfg.d, cfg.state_shape
+        d, self.frames = cfg.d, len(cfg.state_shape) == 3
         self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
         self.state_at = int(cfg.condition != "none")                        # the state's place among them
-        self.embed_state = nn.Linear(S, d)
+        self.embed_state = FrameEncoder(cfg.state_shape, d) if self.frames else nn.Linear(*cfg.state_shape, d)
         if cfg.condition != "none":
             self.embed_condition = nn.Linear(1, d)
         if cfg.use_actions:
             self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
         self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
-        self.embed_ln, self.drop = nn.LayerNorm(d), nn.Dropout(cfg.dropout)
+        if cfg.position == "window":
+            self.embed_place = nn.Parameter(torch.zeros(self.tokens * cfg.context_len, d))
+        # NOTE(code): with frames, as released for Atari, each embedding goes through a tanh, in place of a norm for all
+        self.embed_ln, self.drop = nn.Identity() if self.frames else nn.LayerNorm(d), nn.Dropout(cfg.dropout)
         # NOTE(paper): does not say which of the alternating layers comes first; standard first, as released
         mixer = [cfg.selection != "none" and (cfg.layers == "all" or i % 2 == 1) for i in range(cfg.n_layer)]
         self.blocks = nn.ModuleList((MixerLayer if m else StandardLayer)(cfg, self.tokens * cfg.context_len) for m in mixer)
@@ -303,6 +341,10 @@ class Model(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+        if self.frames:     # but for these two
+            nn.init.normal_(self.head.weight, std=0.02)
+            if cfg.use_actions and cfg.discrete:
+                nn.init.normal_(self.embed_action.weight, std=0.02)
         nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
         for block in self.blocks:
             if isinstance(block, MixerLayer):
@@ -321,18 +363,21 @@ class Model(nn.Module):
         groups = [dict(params=rest, weight_decay=weight_decay, lr_scale=1.0)]
         return groups + [dict(params=aux, weight_decay=0.0, lr_scale=self.cfg.aux_lr_scale)] if aux else groups
 
-    def hidden(self, states, actions, rewards, rtg, timesteps, mask, rows, acting):
+    def hidden(self, states, actions, rewards, rtg, timesteps, mask, rows, acting, memory=None):
         """(B, number of rows, d): the last layer at the token positions in the slice rows; and a note from each mixer layer."""
         cfg, dtype = self.cfg, self.head.weight.dtype
-        time = self.embed_timestep(timesteps.clamp(max=cfg.max_ep_len - 1))                 # (B, K, d)
-        x = [self.embed_state(states.to(dtype))]
+        # released for Atari: the first step's timestep for the whole window, and the place in it. NOTE(code): acting used the last step's
+        time = self.embed_timestep((timesteps[:, :1] if cfg.position == "window" else timesteps).clamp(max=cfg.max_ep_len - 1))
+        x = [self.embed_state(states, memory) if self.frames else self.embed_state(states.to(dtype))]
         if cfg.condition != "none":
             # the reward that led to s_t; the first step of a window has none
             c = rtg.to(dtype) if cfg.condition == "rtg" else F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))     # (B, K, 1)
             x.insert(0, self.embed_condition(c))
         if cfg.use_actions:
             x.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
-        x = torch.stack([token + time for token in x], 2).flatten(1, 2)                     # (B, L, d): R_1 s_1 a_1 R_2 ...
+        x = torch.stack([(token.tanh() if self.frames else token) + time for token in x], 2).flatten(1, 2)      # (B, L, d): R_1 s_1 a_1 R_2 ...
+        if cfg.position == "window":
+            x = x + self.embed_place[:x.shape[1]]
         x = self.drop(self.embed_ln(x))
         if mask is None:
             mask = torch.ones_like(timesteps, dtype=torch.bool)
@@ -359,9 +404,10 @@ class Model(nn.Module):
     def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
         """Predict every step's action from what came before it.
 
-        states (B, K, S), actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1), timesteps (B, K) int64, mask (B, K) bool. Returns
-        (B, K, A): actions in [-1, 1], or logits. In training mode tokens are selected with the whole window in view (real tokens only:
-        here mask is read), in evaluation mode as when acting, where a prediction depends on nothing that comes later.
+        states (B, K, S) or frames (B, K, C, height, width) from 0 to 255, actions (B, K, A) or (B, K) int64, rewards and rtg (B, K,
+        1), timesteps (B, K) int64, mask (B, K) bool. Returns (B, K, A): actions in [-1, 1], or logits. In training mode tokens are
+        selected with the whole window in view (real tokens only: here mask is read), in evaluation mode as when acting, where a
+        prediction depends on nothing that comes later.
         """
         return self.run(states, actions, rewards, rtg, timesteps, mask)[0]
 
@@ -393,14 +439,15 @@ class Model(nn.Module):
         return torch.stack([note["keep"] for note in self.run(**batch)[1]])
 
     @torch.no_grad()
-    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
         """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
 
         Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
+        memory: a dict, empty at first, handed back at each next step of the same B episodes; frames are then embedded once.
         """
         history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
         at = (history[0].shape[1] - 1) * self.tokens + self.state_at
-        y = self.predict(self.hidden(*history, None, slice(at, at + 1), acting=True)[0])[:, -1]
+        y = self.predict(self.hidden(*history, None, slice(at, at + 1), True, memory)[0])[:, -1]
         if not self.cfg.discrete:
             return y
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)

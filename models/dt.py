@@ -5,7 +5,7 @@ time it starts as the return you want and the rewards you collect are taken off.
 
     python dt.py        fits one random batch and prints the loss
 
-B batch, K context steps, L tokens (3K), H heads, d width, S state size, A action size, G goal size.
+B batch, K context steps, L tokens (3K), H heads, d width, S state size, A action size, G goal size; frames are C x height x width.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 
 @dataclass
 class Config:
-    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's G numbers included where there is a goal
+    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's G numbers included where there is a goal; or (C, height, width): C stacked frames
     act_dim: int = 3                        # A numbers, or A choices if discrete
     discrete: bool = False
     context_len: int = 20                   # K
@@ -33,7 +33,11 @@ class Config:
     goal_dim: int = 0                       # G, the last G numbers of the state
     goal: Literal["none", "state", "action", "rtg", "embed"] = "state"     # which token reads the goal (LSDT paper, B.5)
     mixer: Literal["attention", "direct", "none"] = "attention"            # direct: DC paper, Fig. 3; none: its Appendix G
+    projection: bool = True                 # attention's last linear layer (DC paper, Table 13)
+    position: Literal["timestep", "window"] = "timestep"    # window: the token's place in it, and the timestep of its first step (Atari)
     timestep_std: float = 1.0               # spread of the timestep table at initialisation
+    encoder: Literal["conv", "patch"] = "conv"              # of frames; patch: StARformer paper, Table 2, "DT with ViT"
+    patch: int = 7                          # its patches' side in pixels
 
 
 PRESETS = {     # fields of Config, and of train.py's TrainConfig
@@ -52,6 +56,23 @@ PRESETS = {     # fields of Config, and of train.py's TrainConfig
     "door": dict(activation="gelu", rtg_scale=1.0, targets=(2900.0, 1450.0)),
     "hammer": dict(activation="gelu", rtg_scale=1.0, targets=(12800.0, 6400.0)),
     "relocate": dict(activation="gelu", rtg_scale=1.0, targets=(4300.0, 2150.0)),
+    "atari": dict(      # Atari, Tables 8 and 9 of its appendix and the released code; steps: 5 epochs of 500,000 windows
+        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, activation="gelu", position="window", timestep_std=0.0, batch_size=128,
+        lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=19_530, warmup=3, schedule="cosine",
+        # NOTE(paper): the rate is to end after 2 * 500,000 * K tokens, two of the five epochs; code: after six, and it climbs again from
+        # there. Here the cosine spans the run and stays at its floor
+        lr_floor=0.1, rtg_scale=1.0, eval_episodes=10, sample=True,
+    ),
+    "breakout": dict(targets=(90.0,)),
+    # NOTE(paper): targets in raw points, while the data's rewards are clipped; code: qbert 14000, seaquest 1150
+    "qbert": dict(targets=(2500.0,)),
+    "pong": dict(context_len=50, batch_size=512, steps=4_880, targets=(20.0,)),
+    "seaquest": dict(targets=(1450.0,)),
+    "dmc": dict(        # StARformer paper's DT baseline: Table 5 in its appendix, batch size and updates as its Atari runs
+        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, activation="gelu", position="window", timestep_std=0.0, batch_size=64,
+        lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=15_620, warmup=5, schedule="cosine", lr_floor=0.1,
+        eval_episodes=10,
+    ),
     "small": dict(  # ours: minutes on a laptop. Short context and a narrow timestep table decide whether it follows its target
         n_layer=2, d=64, context_len=3, dropout=0.0, activation="relu", timestep_std=0.1, batch_size=106, steps=3700, lr=1.5e-3,
         warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,        # None: the environment's
@@ -59,13 +80,68 @@ PRESETS = {     # fields of Config, and of train.py's TrainConfig
 }
 
 
+class FrameEncoder(nn.Module):
+    """The convolutions of the DQN (Mnih et al., 2015) and one linear layer: frames (B, K, C, height, width), 0 to 255, to (B, K, d)."""
+
+    def __init__(self, shape, d):
+        super().__init__()
+        C, *sides = shape
+        rows, columns = ((((n - 8) // 4 + 1) - 4) // 2 + 1 - 2 for n in sides)
+        if min(rows, columns) < 1:
+            raise ValueError(f"frames of {sides[0]} x {sides[1]} pixels are too small for the convolutions: 36 x 36 at least")
+        self.first, self.conv2, self.conv3 = nn.Conv2d(C, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
+        self.fc = nn.Linear(64 * rows * columns, d)
+
+    def encode(self, x):
+        return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
+
+    def forward(self, x, memory=None):
+        """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
+        old, first, device = None, self.first, x.device.type
+        if memory and x.shape[1] > 1:
+            old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
+        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = y if old is None else torch.cat([old, y], 1)
+        if memory is not None:
+            memory["frames"] = y
+        return y
+
+
+class ViT(FrameEncoder):
+    """The same by patches that attend to each other (StARformer paper, Table 2, "DT with ViT").
+
+    NOTE(paper): only the patches and 13 million parameters in all are given. We take the trunk's own layers, heads and width, and lay the
+    patches side by side before the last linear layer, as that paper does with a step's tokens: 10.9 million at its sizes.
+    """
+
+    def __init__(self, cfg):
+        nn.Module.__init__(self)
+        C, height, width = cfg.state_shape
+        if height % cfg.patch or width % cfg.patch:
+            raise ValueError(f"patch={cfg.patch} does not divide frames of {height} x {width} pixels")
+        n, d = height * width // cfg.patch ** 2, cfg.d
+        self.first = nn.Conv2d(C, d, cfg.patch, cfg.patch)      # a linear layer on each patch
+        self.place, self.drop = nn.Parameter(torch.zeros(n, d)), nn.Dropout(cfg.dropout)
+        layer = dict(d_model=d, nhead=cfg.n_head, dim_feedforward=4 * d, dropout=cfg.dropout, activation=cfg.activation)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(**layer, batch_first=True, norm_first=True) for _ in range(cfg.n_layer))
+        self.norm, self.fc = nn.LayerNorm(d), nn.Linear(n * d, d)
+
+    def encode(self, x):
+        x = self.drop(x.flatten(2).transpose(1, 2) + self.place)                            # (frames, patches, d)
+        for layer in self.layers:
+            x = layer(x)
+        return self.fc(self.norm(x).flatten(1))
+
+
 class Attention(nn.Module):
     """Causal self-attention over L tokens. rows: a slice of the positions whose output is wanted; None means all of them."""
 
-    def __init__(self, d, n_head, dropout):
+    def __init__(self, d, n_head, dropout, projection=True):
         super().__init__()
         self.n_head, self.dropout = n_head, dropout
-        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d) if projection else nn.Identity()
 
     def forward(self, x, rows=None):
         B, L, d = x.shape
@@ -104,7 +180,7 @@ class Block(nn.Module):
         d = cfg.d
         if cfg.mixer != "none":
             self.ln1 = nn.LayerNorm(d)
-            self.mixer = Attention(d, cfg.n_head, cfg.dropout) if cfg.mixer == "attention" else DirectMixer(d, length)
+            self.mixer = Attention(d, cfg.n_head, cfg.dropout, cfg.projection) if cfg.mixer == "attention" else DirectMixer(d, length)
         else:
             self.mixer = None
         self.ln2, self.drop = nn.LayerNorm(d), nn.Dropout(cfg.dropout)
@@ -117,18 +193,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Decision Transformer for vector states; actions are A numbers in [-1, 1] or one of A choices."""
+    """Decision Transformer for vectors or frames; actions are A numbers in [-1, 1] or one of A choices."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        d, (S,) = cfg.d, cfg.state_shape
+        d, self.frames = cfg.d, len(cfg.state_shape) == 3
         self.G = G = cfg.goal_dim if cfg.goal in ("action", "rtg", "embed") else 0      # goal numbers read by other tokens
         if (cfg.goal == "action" and not cfg.use_actions) or (cfg.goal == "rtg" and cfg.condition == "none"):
             raise ValueError(f"goal={cfg.goal!r} needs the token that it is written into: use_actions=True, or condition other than none")
         self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
         self.state_at = int(cfg.condition != "none")                        # the state's place among them
-        self.embed_state = nn.Linear(S - G, d)
+        if self.frames:
+            self.embed_state = FrameEncoder(cfg.state_shape, d) if cfg.encoder == "conv" else ViT(cfg)
+        else:
+            self.embed_state = nn.Linear(cfg.state_shape[0] - G, d)
         if cfg.condition != "none":
             self.embed_condition = nn.Linear(1 + (G if cfg.goal == "rtg" else 0), d)
         if cfg.use_actions:
@@ -138,7 +217,10 @@ class Model(nn.Module):
         if G and cfg.goal == "embed":
             self.embed_goal = nn.Linear(G, d)
         self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
-        self.embed_ln, self.drop = nn.LayerNorm(d), nn.Dropout(cfg.dropout)
+        if cfg.position == "window":
+            self.embed_place = nn.Parameter(torch.zeros(self.tokens * cfg.context_len, d))
+        # NOTE(code): with frames, as released for Atari, each embedding goes through a tanh, in place of a norm for all
+        self.embed_ln, self.drop = nn.Identity() if self.frames else nn.LayerNorm(d), nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, self.tokens * cfg.context_len) for _ in range(cfg.n_layer))
         self.ln_f, self.head = nn.LayerNorm(d), nn.Linear(d, cfg.act_dim)
         # NOTE(code): GPT-2's N(0, 0.02) holds inside the blocks only; embeddings and head keep torch's defaults, as released
@@ -146,17 +228,24 @@ class Model(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+        if self.frames:     # but for these two
+            nn.init.normal_(self.head.weight, std=0.02)
+            if cfg.use_actions and cfg.discrete:
+                nn.init.normal_(self.embed_action.weight, std=0.02)
         nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
 
-    def hidden(self, states, actions, rewards, rtg, timesteps, rows):
+    def hidden(self, states, actions, rewards, rtg, timesteps, rows, memory=None):
         """(B, number of rows, d): the last layer at the token positions in the slice rows."""
         cfg, dtype = self.cfg, self.head.weight.dtype
-        states = states.to(dtype)
-        states, goal = states.split([states.shape[-1] - self.G, self.G], -1)                # goal is empty unless read elsewhere
-        time = self.embed_timestep(timesteps.clamp(max=cfg.max_ep_len - 1))                 # (B, K, d)
+        # released for Atari: the first step's timestep for the whole window, and the place in it. NOTE(code): acting used the last step's
+        time = self.embed_timestep((timesteps[:, :1] if cfg.position == "window" else timesteps).clamp(max=cfg.max_ep_len - 1))
+        if self.frames:
+            goal, x = None, [self.embed_state(states, memory)]
+        else:
+            states, goal = states.to(dtype).split([states.shape[-1] - self.G, self.G], -1)  # goal is empty unless read elsewhere
+            x = [self.embed_state(states)]
         if self.G and cfg.goal == "embed":
-            time = time + self.embed_goal(goal)
-        x = [self.embed_state(states)]
+            time = time + self.embed_goal(goal)                                             # (B, K, d)
         if cfg.condition != "none":
             # the reward that led to s_t; the first step of a window has none
             c = rtg.to(dtype) if cfg.condition == "rtg" else F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))     # (B, K, 1)
@@ -164,7 +253,9 @@ class Model(nn.Module):
         if cfg.use_actions:
             a = self.embed_action(actions if cfg.discrete else actions.to(dtype))
             x.append(a + self.embed_action_goal(goal) if self.G and cfg.goal == "action" else a)
-        x = torch.stack([token + time for token in x], 2).flatten(1, 2)                     # (B, L, d): R_1 s_1 a_1 R_2 ...
+        x = torch.stack([(token.tanh() if self.frames else token) + time for token in x], 2).flatten(1, 2)      # (B, L, d): R_1 s_1 a_1 R_2 ...
+        if cfg.position == "window":
+            x = x + self.embed_place[:x.shape[1]]
         x = self.drop(self.embed_ln(x))
         for i, block in enumerate(self.blocks):
             x = block(x, rows if i == cfg.n_layer - 1 else None)
@@ -177,8 +268,9 @@ class Model(nn.Module):
     def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
         """Predict every step's action from what came before it.
 
-        states (B, K, S), actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1), timesteps (B, K) int64. Returns (B, K, A):
-        actions in [-1, 1], or logits. Padding stands right of the real steps, where causal attention cannot see it: mask is not read.
+        states (B, K, S) or frames (B, K, C, height, width) from 0 to 255, actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1),
+        timesteps (B, K) int64. Returns (B, K, A): actions in [-1, 1], or logits. Padding stands right of the real steps, where causal
+        attention cannot see it: mask is not read.
         """
         return self.predict(self.hidden(states, actions, rewards, rtg, timesteps, slice(self.state_at, None, self.tokens)))
 
@@ -193,14 +285,15 @@ class Model(nn.Module):
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
-    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
         """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
 
         Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
+        memory: a dict, empty at first, handed back at each next step of the same B episodes; frames are then embedded once.
         """
         history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
         at = (history[0].shape[1] - 1) * self.tokens + self.state_at
-        y = self.predict(self.hidden(*history, slice(at, at + 1)))[:, -1]
+        y = self.predict(self.hidden(*history, slice(at, at + 1), memory))[:, -1]
         if not self.cfg.discrete:
             return y
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)

@@ -7,7 +7,7 @@ Decision ConvFormer's fixed filters in the short branch (its LSDC). One file, to
 
     python lsdt.py        fits one random batch and prints the loss
 
-B batch, K context steps, L tokens (3K), H heads, d width, c channels of the short branch, S state size, A action size.
+B batch, K context steps, L tokens (3K), H heads, d width, c channels of the short branch, S state size, A action size; frames are C x height x width.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 
 @dataclass
 class Config:
-    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's numbers included where there is a goal (Section 3.3)
+    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's numbers included where there is a goal (Section 3.3); or (C, height, width)
     act_dim: int = 3                        # A numbers, or A choices if discrete
     discrete: bool = False
     context_len: int = 10                   # K
@@ -42,6 +42,7 @@ class Config:
     dropkey: bool = False                   # drop keys before the softmax instead of weights after it (B.8)
     attn_dropout: float = 0.1               # of attention weights, or of keys
     conv_dropout: float = 0.2               # of dynamic kernels
+    position: Literal["timestep", "window"] = "timestep"    # window: the token's place in it, and the timestep of its first step (Atari)
     timestep_std: float = 0.022             # spread of the timestep table: what xavier-uniform gives 4096 x 128
 
 
@@ -82,11 +83,45 @@ PRESETS = {
     "maze2d-umaze": dict(conv_ratio=0.5),
     "maze2d-medium": dict(conv_ratio=0.125),
     "maze2d-large": dict(conv_ratio=0.25),  # NOTE(paper): Table 14 prints Maze2d-medium twice; this is the second
+    "atari": dict(      # not in the paper: DT's
+        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, position="window", timestep_std=0.0, batch_size=128, lr=6e-4,
+        betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=19_530, warmup=3, schedule="cosine", lr_floor=0.1,
+        rtg_scale=1.0, eval_episodes=10, sample=True,
+    ),
     "small": dict(  # ours: minutes on a laptop; DT's recipe
         n_layer=2, n_head=1, d=64, context_len=3, kernel=6, dropout=0.0, attn_dropout=0.0, conv_dropout=0.0, timestep_std=0.1,
         batch_size=106, steps=3400, lr=1.5e-3, warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,     # None: the environment's
     ),
 }
+
+
+class FrameEncoder(nn.Module):
+    """The convolutions of the DQN (Mnih et al., 2015) and one linear layer: frames (B, K, C, height, width), 0 to 255, to (B, K, d)."""
+
+    def __init__(self, shape, d):
+        super().__init__()
+        C, *sides = shape
+        rows, columns = ((((n - 8) // 4 + 1) - 4) // 2 + 1 - 2 for n in sides)
+        if min(rows, columns) < 1:
+            raise ValueError(f"frames of {sides[0]} x {sides[1]} pixels are too small for the convolutions: 36 x 36 at least")
+        self.first, self.conv2, self.conv3 = nn.Conv2d(C, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
+        self.fc = nn.Linear(64 * rows * columns, d)
+
+    def encode(self, x):
+        return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
+
+    def forward(self, x, memory=None):
+        """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
+        old, first, device = None, self.first, x.device.type
+        if memory and x.shape[1] > 1:
+            old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
+        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = y if old is None else torch.cat([old, y], 1)
+        if memory is not None:
+            memory["frames"] = y
+        return y
 
 
 class LongBranch(nn.Module):
@@ -276,12 +311,12 @@ class PostNormBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """Long-Short Decision Transformer for vector states; actions are A numbers in [-1, 1] or one of A choices."""
+    """Long-Short Decision Transformer for vectors or frames; actions are A numbers in [-1, 1] or one of A choices."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        d, (S,) = cfg.d, cfg.state_shape
+        d, self.frames = cfg.d, len(cfg.state_shape) == 3
         if not 0 <= cfg.conv_ratio <= 1:
             raise ValueError(f"conv_ratio={cfg.conv_ratio} is a share of the channels: between 0 and 1")
         if d % 4:
@@ -292,12 +327,14 @@ class Model(nn.Module):
             raise ValueError(f"routing='weight' has a fusion of its own: leave fusion at 'hfm' instead of {cfg.fusion!r}")
         self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
         self.state_at = int(cfg.condition != "none")                        # the state's place among them
-        self.embed_state = nn.Linear(S, d)
+        self.embed_state = FrameEncoder(cfg.state_shape, d) if self.frames else nn.Linear(*cfg.state_shape, d)
         if cfg.condition != "none":
             self.embed_condition = nn.Linear(1, d)
         if cfg.use_actions:
             self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
         self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
+        if cfg.position == "window":
+            self.embed_place = nn.Parameter(torch.zeros(self.tokens * cfg.context_len, d))
         self.embed_ln = nn.LayerNorm(d)                                     # no dropout after it, and no norm after the last block
         self.blocks = nn.ModuleList(PostNormBlock(cfg, self.tokens) for _ in range(cfg.n_layer))
         self.head = nn.Linear(d, cfg.act_dim)
@@ -315,18 +352,22 @@ class Model(nn.Module):
         if cfg.discrete:    # NOTE(code): the released model is continuous; xavier's logits would start far above a loss of ln(A)
             nn.init.normal_(self.head.weight, std=0.02)
 
-    def hidden(self, states, actions, rewards, rtg, timesteps, rows):
+    def hidden(self, states, actions, rewards, rtg, timesteps, rows, memory=None):
         """(B, number of rows, d): the last layer at the token positions in the slice rows."""
         cfg, dtype = self.cfg, self.head.weight.dtype
-        x = [self.embed_state(states.to(dtype))]
+        x = [self.embed_state(states, memory) if self.frames else self.embed_state(states.to(dtype))]
         if cfg.condition != "none":
             # the reward that led to s_t; the first step of a window has none
             c = rtg.to(dtype) if cfg.condition == "rtg" else F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))     # (B, K, 1)
             x.insert(0, self.embed_condition(c))
         if cfg.use_actions:
             x.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
-        time = self.embed_timestep(timesteps.clamp(max=cfg.max_ep_len - 1))                 # (B, K, d)
-        x = self.embed_ln((torch.stack(x, 2) + time[:, :, None]).flatten(1, 2))             # (B, L, d): R_1 s_1 a_1 R_2 ...
+        # released for Atari: the first step's timestep for the whole window, and the place in it. NOTE(code): acting used the last step's
+        time = self.embed_timestep((timesteps[:, :1] if cfg.position == "window" else timesteps).clamp(max=cfg.max_ep_len - 1))
+        x = (torch.stack(x, 2) + time[:, :, None]).flatten(1, 2)                            # (B, L, d): R_1 s_1 a_1 R_2 ...
+        if cfg.position == "window":
+            x = x + self.embed_place[:x.shape[1]]
+        x = self.embed_ln(x)
         for i, block in enumerate(self.blocks):
             x = block(x, rows if i == cfg.n_layer - 1 else None)
         return x
@@ -338,8 +379,9 @@ class Model(nn.Module):
     def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
         """Predict every step's action from what came before it.
 
-        states (B, K, S), actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1), timesteps (B, K) int64. Returns (B, K, A):
-        actions in [-1, 1], or logits. Padding stands right of the real steps, where neither branch can see it: mask is not read.
+        states (B, K, S) or frames (B, K, C, height, width) from 0 to 255, actions (B, K, A) or (B, K) int64, rewards and rtg (B, K,
+        1), timesteps (B, K) int64. Returns (B, K, A): actions in [-1, 1], or logits. Padding stands right of the real steps, where
+        neither branch can see it: mask is not read.
         """
         return self.predict(self.hidden(states, actions, rewards, rtg, timesteps, slice(self.state_at, None, self.tokens)))
 
@@ -354,14 +396,15 @@ class Model(nn.Module):
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
-    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
         """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
 
         Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
+        memory: a dict, empty at first, handed back at each next step of the same B episodes; frames are then embedded once.
         """
         history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
         at = (history[0].shape[1] - 1) * self.tokens + self.state_at
-        y = self.predict(self.hidden(*history, slice(at, at + 1)))[:, -1]
+        y = self.predict(self.hidden(*history, slice(at, at + 1), memory))[:, -1]
         if not self.cfg.discrete:
             return y
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)

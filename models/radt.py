@@ -6,7 +6,7 @@ by the scales and shifts of the layer norms. The output at s_t predicts a_t. One
 
     python radt.py      fits one random batch and prints the loss
 
-B batch, K context steps, n tokens a step (2), L tokens (2K), H heads, d width, S state size, A action size.
+B batch, K context steps, n tokens a step (2), L tokens (2K), H heads, d width, S state size, A action size; frames are C x height x width.
 """
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torch import nn
 
 @dataclass
 class Config:
-    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's numbers included where there is a goal
+    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's numbers included where there is a goal; or (C, height, width): C stacked frames
     act_dim: int = 3                        # A numbers, or A choices if discrete
     discrete: bool = False
     context_len: int = 20                   # K
@@ -37,7 +37,7 @@ class Config:
     cross_attention: bool = True            # Table 2: False takes the cross-attention out, with its residual and the norm behind it
     adaln: bool = True                      # Table 2: False makes every norm a plain LayerNorm, in the same places
     alpha: bool = True                      # Table 3: False adds the cross-attention's output as it is
-    position: Literal["sinusoidal", "learned"] = "sinusoidal"
+    position: Literal["sinusoidal", "learned", "window"] = "sinusoidal"     # window: place in it, and the timestep of its first step
     timestep_std: float = 0.02              # spread of the learned table at initialisation; the sinusoidal one has none
 
 
@@ -67,11 +67,54 @@ PRESETS = {
     "halfcheetah-medium-expert": dict(targets=seven(4567.05, 10905.77)),
     "walker2d-medium-expert": dict(targets=seven(982.94, 4963.50)),
     "ant-medium-expert": dict(d=256, targets=seven(543.01, 5350.66)),           # not in the paper: the code's
+    "atari": dict(      # Table 5 (its caption says MuJoCo); steps: 5 epochs of 500,000 windows
+        n_layer=6, n_head=8, d=128, context_len=30, batch_size=128,
+        # NOTE(paper): sinusoidal; code: learned, the window's first timestep and the place in it (position="window")
+        position="sinusoidal",
+        # NOTE(code): 15 epochs and clip 1.0. The rate is to end after 2 * 500,000 * K tokens, two of the five epochs; code: after six, and it
+        # climbs back to its full height by the twelfth. Here the cosine spans the run and stays at its floor
+        steps=19_530, clip=0.1, schedule="cosine", lr_floor=0.1,
+        lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", warmup=3, rtg_scale=1.0, eval_episodes=10, sample=True,
+    ),
+    # NOTE(code): replaces every target return by 100 on Atari; these are the seven of its configuration, in clipped points
+    "breakout": dict(targets=seven(12.0, 77.0)),
+    "pong": dict(context_len=50, batch_size=512, steps=4_880, targets=seven(3.0, 21.0)),
+    "qbert": dict(targets=seven(15.0, 283.0)),
+    "seaquest": dict(targets=seven(13.0, 200.0)),
     "small": dict(  # ours: minutes on a laptop; the short context is DT's
         n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=3000, lr=1.5e-3, warmup=100, schedule="cosine",
         eval_episodes=10,
     ),
 }
+
+
+class FrameEncoder(nn.Module):
+    """The convolutions of the DQN (Mnih et al., 2015) and one linear layer: frames (B, K, C, height, width), 0 to 255, to (B, K, d)."""
+
+    def __init__(self, shape, d):
+        super().__init__()
+        C, *sides = shape
+        rows, columns = ((((n - 8) // 4 + 1) - 4) // 2 + 1 - 2 for n in sides)
+        if min(rows, columns) < 1:
+            raise ValueError(f"frames of {sides[0]} x {sides[1]} pixels are too small for the convolutions: 36 x 36 at least")
+        self.first, self.conv2, self.conv3 = nn.Conv2d(C, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
+        self.fc = nn.Linear(64 * rows * columns, d)
+
+    def encode(self, x):
+        return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
+
+    def forward(self, x, memory=None):
+        """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
+        old, first, device = None, self.first, x.device.type
+        if memory and x.shape[1] > 1:
+            old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
+        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = y if old is None else torch.cat([old, y], 1)
+        if memory is not None:
+            memory["frames"] = y
+        return y
 
 
 class QKVAttention(nn.Module):
@@ -142,18 +185,21 @@ class ReturnBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """Return-Aligned Decision Transformer for vector states; actions are A numbers in [-1, 1] or one of A choices."""
+    """Return-Aligned Decision Transformer for vectors or frames; actions are A numbers in [-1, 1] or one of A choices."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         if not (cfg.cross_attention or cfg.adaln):
             raise ValueError("cross_attention and adaln are both off: nothing would read the return; leave one of them on")
         self.cfg = cfg
-        d, (S,) = cfg.d, cfg.state_shape
-        self.embed_state, self.embed_condition = nn.Linear(S, d), nn.Linear(1, d)
+        d, self.frames = cfg.d, len(cfg.state_shape) == 3
+        self.embed_state = FrameEncoder(cfg.state_shape, d) if self.frames else nn.Linear(*cfg.state_shape, d)
+        self.embed_condition = nn.Linear(1, d)
         if cfg.use_actions:
             self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
         self.embed_timestep = nn.Linear(d, d) if cfg.position == "sinusoidal" else nn.Embedding(cfg.max_ep_len, d)
+        if cfg.position == "window":
+            self.embed_place = nn.Parameter(torch.zeros(cfg.context_len, d))
         self.blocks = nn.ModuleList(ReturnBlock(cfg) for _ in range(cfg.n_layer))
         self.head = nn.Linear(d, cfg.act_dim)           # behind a norm already: no final one
         for module in self.modules():                   # NOTE(code): N(0, 0.02) everywhere; the paper gives only the zeros below
@@ -161,7 +207,7 @@ class Model(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        if cfg.position == "learned":
+        if cfg.position != "sinusoidal":
             nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
         for block in self.blocks:                       # the block starts as plain sums and plain layer norms (Sec. 3.2)
             if cfg.adaln:
@@ -174,12 +220,14 @@ class Model(nn.Module):
         t = timesteps.clamp(max=self.cfg.max_ep_len - 1)
         if self.cfg.position == "learned":
             return self.embed_timestep(t)
+        if self.cfg.position == "window":       # as released for Atari, but that acting took the last step's timestep there
+            return self.embed_timestep(t[:, :1]) + self.embed_place[:t.shape[1]]
         d, dtype = self.cfg.d, self.head.weight.dtype
         frequency = torch.exp(torch.arange(0, d, 2, device=t.device, dtype=dtype) * (-math.log(10000) / d))         # (d/2,)
         angle = t[..., None] * frequency                                                    # (B, K, d/2)
         return self.embed_timestep(torch.stack([angle.sin(), angle.cos()], -1).flatten(-2))
 
-    def hidden(self, states, actions, rewards, rtg, timesteps, steps):
+    def hidden(self, states, actions, rewards, rtg, timesteps, steps, memory=None):
         """(B, number of steps, d): the last layer at the state tokens of the steps in the slice steps."""
         cfg, dtype = self.cfg, self.head.weight.dtype
         if cfg.condition == "rtg":
@@ -189,7 +237,8 @@ class Model(nn.Module):
         else:
             c = torch.ones_like(rtg, dtype=dtype)
         c, p = self.embed_condition(c), self.positions(timesteps)                           # 2 x (B, K, d)
-        x = [self.embed_state(states.to(dtype))]
+        # NOTE(code): the encoder of frames ends in a SiLU here, where DT's ends in a tanh
+        x = [F.silu(self.embed_state(states, memory)) if self.frames else self.embed_state(states.to(dtype))]
         if cfg.use_actions:
             x.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
         x = torch.stack(x, 2) + p[:, :, None]                                               # (B, K, n, d)
@@ -204,8 +253,9 @@ class Model(nn.Module):
     def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
         """Predict every step's action from what came before it.
 
-        states (B, K, S), actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1), timesteps (B, K) int64. Returns (B, K, A):
-        actions in [-1, 1], or logits. Padding stands right of the real steps, where causal attention cannot see it: mask is not read.
+        states (B, K, S) or frames (B, K, C, height, width) from 0 to 255, actions (B, K, A) or (B, K) int64, rewards and rtg (B, K,
+        1), timesteps (B, K) int64. Returns (B, K, A): actions in [-1, 1], or logits. Padding stands right of the real steps, where
+        causal attention cannot see it: mask is not read.
         NOTE(code): the released mask is inverted, so that in a padded window the real steps attend to the padding and to nothing else.
         """
         return self.predict(self.hidden(states, actions, rewards, rtg, timesteps, slice(None)))
@@ -221,14 +271,15 @@ class Model(nn.Module):
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
-    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
         """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
 
         Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
+        memory: a dict, empty at first, handed back at each next step of the same B episodes; frames are then embedded once.
         """
         history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
         last = history[0].shape[1] - 1
-        y = self.predict(self.hidden(*history, slice(last, last + 1)))[:, -1]
+        y = self.predict(self.hidden(*history, slice(last, last + 1), memory))[:, -1]
         if not self.cfg.discrete:
             return y
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)

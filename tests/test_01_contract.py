@@ -22,13 +22,22 @@ CASES = [(name, dict(discrete=discrete, condition=condition)) for name in MODELS
 CASES += [("dt", dict(mixer="direct")), ("dt", dict(mixer="none")), ("dt", dict(use_actions=False)),
           ("dt", dict(goal_dim=2, goal="action")), ("dt", dict(goal_dim=2, goal="rtg")), ("dt", dict(goal_dim=2, goal="embed"))]
 CASES += [(name, dict(use_actions=False)) for name in MODELS if name in ("dc", "lsdt", "dm")]
+FRAMES = dict(state_shape=(2, 36, 36), patch=12)        # two stacked frames, as small as the convolutions allow
+CASES += [(name, FRAMES | dict(discrete=discrete, position=position)) for name in MODELS for discrete, position in
+          [(True, "window"), (False, "timestep")]]
+CASES += [("dt", FRAMES | dict(discrete=True, encoder="patch", condition="none")), ("dt", dict(projection=False)),
+          ("dc", FRAMES | dict(discrete=True, hybrid=True, projection=True)), ("radt", dict(position="learned"))]
+CASES += [("starformer", FRAMES | dict(discrete=True, step_state=step, seq_state=seq)) for step in ("patch", "conv") for seq in ("patch", "none")]
 
 
 def spell(case):
-    return case[0] + "-" + "-".join(f"{k}={v}" for k, v in case[1].items())
+    return case[0] + "-" + "-".join(f"{k}={v}" for k, v in case[1].items() if k != "patch").replace("state_shape=(2, 36, 36)", "frames")
 
 
 every_model = pytest.mark.parametrize("case", CASES, ids=spell)
+
+
+OTHERS = {"radt": [("position", "timestep")]}       # its default is called otherwise
 
 
 def build(case, dtype=torch.float32, stir=True, **more):
@@ -37,7 +46,7 @@ def build(case, dtype=torch.float32, stir=True, **more):
     module = importlib.import_module(f"models.{name}")
     known = {f.name for f in dataclasses.fields(module.Config)}
     sizes = dict(state_shape=(S,), act_dim=A, context_len=K, max_ep_len=50, n_layer=2, n_head=2, d=16, dropout=0.0)
-    cfg = module.Config(**{k: v for k, v in (sizes | switches | more).items() if k in known})
+    cfg = module.Config(**{k: v for k, v in (sizes | switches | more).items() if k in known and (k, v) not in OTHERS.get(name, ())})
     torch.manual_seed(0)
     model = module.Model(cfg).to(dtype)
     if stir:
@@ -51,7 +60,9 @@ def make_batch(cfg, dtype=torch.float32, rows=B, steps=K, seed=1):
     g = torch.Generator().manual_seed(seed)
     actions = (torch.randint(A, (rows, steps), generator=g) if cfg.discrete
                else torch.rand(rows, steps, A, generator=g, dtype=torch.float64).to(dtype) * 2 - 1)
-    return dict(states=torch.randn(rows, steps, S, generator=g, dtype=torch.float64).to(dtype), actions=actions,
+    states = (torch.randint(256, (rows, steps, *cfg.state_shape), generator=g, dtype=torch.uint8) if len(cfg.state_shape) == 3
+              else torch.randn(rows, steps, S, generator=g, dtype=torch.float64).to(dtype))
+    return dict(states=states, actions=actions,
                 rewards=torch.randn(rows, steps, 1, generator=g, dtype=torch.float64).to(dtype),
                 rtg=torch.randn(rows, steps, 1, generator=g, dtype=torch.float64).to(dtype),
                 timesteps=torch.arange(steps).expand(rows, steps).clone() + torch.randint(20, (rows, 1), generator=g),
@@ -61,6 +72,9 @@ def make_batch(cfg, dtype=torch.float32, rows=B, steps=K, seed=1):
 def scrambled(x, name, where):
     """x with other contents at the time indices in where."""
     x = x.clone()
+    if x.dtype == torch.uint8:
+        x[:, where] = 255 - x[:, where]
+        return x
     x[:, where] = (x[:, where] + 1) % (A if name == "actions" else 50) if x.dtype == torch.int64 else x[:, where] + 3.0
     return x
 
@@ -173,6 +187,20 @@ def test_promise_8_act_is_the_last_step_of_forward_whatever_stands_in_the_placeh
         assert torch.equal(a, y.argmax(-1)) if cfg.discrete else torch.allclose(a, y, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if "state_shape" in c[1]], ids=spell)
+def test_promise_8_what_acting_remembers_of_earlier_steps_changes_no_action(case):
+    """Rows leave as their episodes end, and the window slides: the memory must follow both."""
+    model, cfg, _ = build(case)
+    batch, memory, rows = make_batch(cfg, steps=K + 4), {}, torch.arange(B)
+    for t in range(1, K + 5):
+        if t in (3, K + 2):
+            rows = rows[1:]
+            memory = {k: v[1:] for k, v in memory.items()}
+        history = {k: v[rows, :t] for k, v in batch.items() if k != "mask"}
+        assert torch.allclose(model.act(**history), model.act(**history, memory=memory), atol=1e-5)
+    assert memory
+
+
 def test_promise_8_sampled_actions_repeat_with_their_generator_and_vary_without():
     for name in MODELS:
         model, cfg, _ = build((name, dict(discrete=True)))
@@ -191,7 +219,7 @@ def test_promise_9_weights_come_from_the_seed_survive_a_round_trip_and_any_float
     batch = make_batch(cfg)
     y = model(**batch)
     assert torch.equal(other(**batch), y)
-    doubles = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    doubles = {k: v.double() if v.is_floating_point() or v.dtype == torch.uint8 else v for k, v in batch.items()}
     assert torch.allclose(model(**doubles), y, atol=1e-6) and model(**doubles).dtype == torch.float32
 
 
