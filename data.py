@@ -1,4 +1,4 @@
-"""Environments and their facts, loading data sets, and the windows that models train on.
+"""Loading data sets, and the windows that models train on.
 
     python data.py list                      every name, and where its data can come from
     python data.py info hopper-medium        facts, and statistics of the set if it is at hand
@@ -9,156 +9,22 @@ N transitions, E episodes, S state size, A action size, G goal size, B batch, K 
 """
 import argparse
 import copy
-import difflib
+import dataclasses
 import json
+import math
 import os
 import re
 import sys
 import warnings
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from envs import D4RL_URL, ENVS, Env, UserError, flat, get_env, make_env, nearest, observe  # noqa: F401 (part of this module's face)
+from frames import SIDE, gray, load_replay
 from policies import collect
-
-
-class UserError(Exception):
-    """Something the user can put right; commands print it as one message and leave with exit code 2."""
-
-
-# --------------------------------------------------------------------------- environments
-
-@dataclass(frozen=True)
-class Env:
-    """What is known of an environment. A paper's choices (context, learning rate, targets) are in the model file's PRESETS."""
-    family: str                             # key of PRESETS, between "*" and the exact name
-    id: str                                 # gymnasium id to act in
-    state_dim: int                          # S without the goal
-    act_dim: int
-    max_ep_len: int                         # the environment's own step limit
-    rtg_scale: float                        # returns-to-go are divided by it before a model sees them
-    ref: tuple[float, float] | None = None  # returns that score 0 and 100
-    minari: str | None = None               # published Minari id
-    d4rl: str | None = None                 # published HDF5 file, below D4RL_URL
-    kwargs: dict = field(default_factory=dict)
-    d4rl_kwargs: dict = field(default_factory=dict)     # what the environment needs to resemble D4RL's
-    d4rl_rtg_scale: float | None = None     # where D4RL's rewards are of another size
-    goal_dim: int = 0
-    starts: dict = field(default_factory=lambda: {"random": None})     # name -> reset options of the episodes that evaluation plays
-    note: str = ""
-
-    def scale(self, source):
-        """What returns-to-go of this source's data are divided by."""
-        return self.d4rl_rtg_scale if source == "d4rl" and self.d4rl_rtg_scale else self.rtg_scale
-
-
-D4RL_URL = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
-ENVS: dict[str, Env] = {}
-
-# Reference returns: D4RL (Fu et al., 2020), its infos.py; they are the same for every version of an environment.
-# Return scale 1000: the released Decision Transformer. S of ant: the first 27 numbers; contact forces (D4RL 111, v5 105) are left out.
-for _family, _id, _S, _A, _ref in [
-        ("hopper", "Hopper-v5", 11, 3, (-20.272305, 3234.3)), ("halfcheetah", "HalfCheetah-v5", 17, 6, (-280.178953, 12135.0)),
-        ("walker2d", "Walker2d-v5", 17, 6, (1.629008, 4592.3)), ("ant", "Ant-v5", 27, 8, (-325.6, 3879.7))]:
-    for _level in ("medium", "medium-replay", "medium-expert", "expert"):
-        ENVS[f"{_family}-{_level}"] = Env(
-            _family, _id, _S, _A, 1000, 1000.0, _ref, d4rl=f"gym_mujoco_v2/{_family}_{_level.replace('-', '_')}-v2.hdf5",
-            minari=f"mujoco/{_family}/{_level}-v0" if _level in ("medium", "expert") else None,      # Minari publishes no mixtures
-            kwargs={"include_cfrc_ext_in_observation": False} if _family == "ant" else {},
-            d4rl_kwargs={"xml_file": "walker2d.xml"} if _family == "walker2d" else {},               # the old foot friction
-            note="D4RL's data come from older physics than the environment that scores them here")
-
-# Mazes: one goal per episode, and an episode goes on after success, so the longest possible return is the step limit.
-_MAZE = {"continuing_task": True, "reset_target": False}
-_NOTE = "D4RL's maze has other coordinates than gymnasium-robotics' maze that scores here; to act, train on Minari or local data"
-for _size, _id, _len, _reset, _goal, _ref in [
-        ("umaze", "UMaze", 300, [1, 1], [3, 1], (23.85, 161.86)), ("medium", "Medium", 600, [1, 1], [6, 5], (13.13, 277.39)),
-        ("large", "Large", 800, [7, 1], [7, 10], (6.7, 273.99))]:
-    for _name in ("pointmaze", "maze2d"):       # two names for one environment; D4RL's files and reference returns belong to maze2d
-        ENVS[f"{_name}-{_size}"] = Env(
-            "maze2d", f"PointMaze_{_id}-v3", 4, 2, _len, float(_len), _ref if _name == "maze2d" else None, f"D4RL/pointmaze/{_size}-v2",
-            f"maze2d/maze2d-{_size}-sparse-v1.hdf5" if _name == "maze2d" else None, _MAZE, goal_dim=2, note=_NOTE,
-            # from a fixed far pair the agent's speed decides the return; from elsewhere the distance does
-            starts={"random": None, "far": {"reset_cell": _reset, "goal_cell": _goal}})
-for _name, _id, _len, _goal, _file in [
-        ("umaze", "UMaze", 700, [3, 1], ("u-maze", False, False)), ("umaze-diverse", "UMaze", 700, [3, 1], ("u-maze", True, True)),
-        ("medium-play", "Medium", 1000, [6, 6], ("big-maze", True, False)),
-        ("medium-diverse", "Medium", 1000, [6, 6], ("big-maze", True, True)),
-        ("large-play", "Large", 1000, [7, 10], ("hardest-maze", True, False)),
-        ("large-diverse", "Large", 1000, [7, 10], ("hardest-maze", True, True))]:
-    ENVS[f"antmaze-{_name}"] = Env(
-        "antmaze", f"AntMaze_{_id}-v4", 29, 8, _len, float(_len), (0.0, 1.0), f"D4RL/antmaze/{_name}-v1",
-        "ant_maze_v2/Ant_maze_{}_noreset_multistart_{}_multigoal_{}_sparse_fixed.hdf5".format(*_file), _MAZE, goal_dim=2, note=_NOTE,
-        d4rl_rtg_scale=1.0,                                                 # there an episode ends at the goal, with a return of 1
-        starts={"fixed": {"reset_cell": [1, 1], "goal_cell": _goal}})       # as in the published eval_env_spec
-
-# Adroit and kitchen return scales: the Decision Mixer's released code, but for kitchen (0 to 4 tasks; it divides them by 100).
-for _family, _id, _S, _A, _scale, _ref in [
-        ("pen", "Pen", 45, 24, 1000.0, (96.262799, 3076.8331017826877)),
-        ("hammer", "Hammer", 46, 26, 1000.0, (-274.856578, 12794.134825156867)),
-        ("door", "Door", 39, 28, 100.0, (-56.512833, 2880.5693087298737)),
-        ("relocate", "Relocate", 39, 30, 1000.0, (-6.425911, 4233.877797728884))]:
-    for _level in ("human", "cloned", "expert"):
-        ENVS[f"{_family}-{_level}"] = Env(_family, f"AdroitHand{_id}-v1", _S, _A, 200, _scale, _ref, f"D4RL/{_family}/{_level}-v2",
-                                          f"hand_dapg_v1/{_family}-{_level}-v1.hdf5")
-for _name, _third, _fourth in [("complete", "light switch", "slide cabinet"), ("partial", "light switch", "slide cabinet"),
-                               ("mixed", "bottom burner", "light switch")]:
-    ENVS[f"kitchen-{_name}"] = Env(         # no D4RL file: its 60 numbers are not this environment's 59
-        "kitchen", "FrankaKitchen-v1", 59, 9, 280, 1.0, (0.0, 4.0), f"D4RL/kitchen/{_name}-v2",
-        kwargs={"tasks_to_complete": ["microwave", "kettle", _third, _fourth]})
-
-
-def nearest(word, words):
-    """'did you mean ...?' for a name that is not among words, or all of them if none is near."""
-    near = difflib.get_close_matches(word, words, 3, 0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(words)}"
-
-
-def get_env(name):
-    if name not in ENVS:
-        raise UserError(f"no environment is called {name!r}; {nearest(name, ENVS)}\n"
-                        "('python data.py list' shows all; a Minari set of your own is minari:<id>)")
-    return ENVS[name]
-
-
-def make_env(spec, **kwargs):
-    """A gymnasium environment from {"id": ..., "kwargs": {...}} or an EnvSpec's JSON text; kwargs are handed on to gymnasium.make."""
-    if "render_mode" in kwargs and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")       # only now: where EGL is missing, mujoco with this set cannot even be imported
-    gymnasium = collect.robotics()
-    if not isinstance(spec, dict):
-        spec = json.loads(spec)
-    try:
-        if "entry_point" in spec:
-            return collect.make(gymnasium.envs.registration.EnvSpec.from_json(json.dumps(spec)), **kwargs)
-        return collect.make(spec["id"], **spec["kwargs"], **kwargs)
-    except (gymnasium.error.Error, ImportError, AttributeError, TypeError, OSError, ValueError, KeyError, AssertionError) as e:
-        raise UserError(f"the environment {spec['id']} cannot be made: {e}\n"
-                        "Is the package that registers it installed? To train without acting, add --eval_episodes 0") from e
-
-
-def flat(x):
-    """A nested dict of (..., n) arrays as one (..., sum n) array, keys in sorted order."""
-    return np.concatenate([flat(x[k]) for k in sorted(x)], -1) if isinstance(x, dict) else np.asarray(x)
-
-
-def observe(observation, layout):
-    """(state (..., S), goal (..., G) or None) out of one observation or a batch of them; layout comes with the Trajectories."""
-    goal = None
-    if isinstance(observation, dict):
-        if "desired_goal" in observation and not isinstance(observation["desired_goal"], dict):
-            goal = np.asarray(observation["desired_goal"], np.float32)
-        state = (observation["observation"] if "observation" in observation
-                 else flat({k: v for k, v in observation.items() if goal is None or k != "desired_goal"}))
-        state = np.asarray(state, np.float32)[..., : layout["first"]]
-        if layout["position"]:
-            state = np.concatenate([np.asarray(observation["achieved_goal"], np.float32), state], -1)
-    else:
-        state = np.asarray(observation, np.float32)[..., : layout["first"]]
-    return state, goal
-
 
 # --------------------------------------------------------------------------- trajectories
 
@@ -183,16 +49,21 @@ class Trajectories:
 
         Trajectories(states, actions, rewards, lengths)
 
-    states (N, S) float; actions (N, A) float in the environment's units, or (N,) int with n_actions; rewards (N,); lengths (E,), summing
-    to N; terminated, truncated (E,) bool: how each episode ended (neither: cut off, so its returns are lower bounds); goals (N, G) or None;
+    states (N, S) float, or frames (N, height, width) uint8 of which stack make a state; actions (N, A) float in the environment's units, or
+    (N,) int with n_actions; rewards (N,), cut to [-1, 1] with clip_rewards, and then so are returns and targets; lengths (E,), summing to N;
+    terminated, truncated (E,) bool: how each episode ended (neither: cut off, so its returns are lower bounds); goals (N, G) or None;
     action_low, action_high (A,): bounds, by default those of the data. Memory is shared where the type is right already: leave the arrays
     as they are. Raises UserError where fields disagree or hold NaN.
     """
 
     def __init__(self, states, actions, rewards, lengths, terminated=None, truncated=None, goals=None, *, n_actions=None, action_start=0,
-                 action_low=None, action_high=None, dataset="arrays", source="arrays", env_spec=None, layout=None, max_ep_len=None):
+                 action_low=None, action_high=None, dataset="arrays", source="arrays", env_spec=None, layout=None, max_ep_len=None,
+                 stack=4, clip_rewards=False):
         self.dataset, self.source, self.env_spec = dataset, source, env_spec
-        self.layout = layout or {"first": None, "position": False}      # how observe() makes a state of the environment's observation
+        states = np.asarray(states)
+        self.stack = stack if states.ndim == 3 and states.dtype == np.uint8 else 0
+        # how observe() makes a state of the environment's observation
+        self.layout = ({"first": None, "position": False} if layout is None else layout) | {"stack": self.stack}
         lengths = np.asarray(lengths)
         if lengths.ndim != 1 or lengths.size and lengths.dtype.kind not in "iu":
             raise UserError(f"{dataset}: lengths are whole numbers, one an episode; not shape {lengths.shape} of {lengths.dtype}")
@@ -202,8 +73,14 @@ class Trajectories:
             raise UserError(f"{dataset}: no episodes")
         if lengths.min() < 1:
             raise UserError(f"{dataset}: episode {int(lengths.argmin())} is empty")
-        states, rewards = numbers(states, (N, -1), f"{dataset}: states"), numbers(rewards, (N,), f"{dataset}: rewards")
-        self.states, self.rewards = torch.from_numpy(states), torch.from_numpy(rewards)
+        if not self.stack:
+            states = numbers(states, (N, -1), f"{dataset}: states")
+        elif len(states) != N:
+            raise UserError(f"{dataset}: {len(states):,} frames for episodes of {N:,} steps")
+        rewards = numbers(rewards, (N,), f"{dataset}: rewards")
+        self.states, self.clip_rewards = torch.from_numpy(states), clip_rewards
+        self.raw_returns = np.add.reduceat(rewards.astype(np.float64), lengths.cumsum() - lengths)      # (E,)
+        self.rewards = torch.from_numpy(rewards.clip(-1, 1) if clip_rewards else rewards)
         self.goals = None if goals is None else torch.from_numpy(numbers(goals, (N, -1), f"{dataset}: goals"))
         # plain integers: a NumPy one would make a checkpoint that torch's safe loader refuses
         self.n_actions, self.action_start, self.clipped = n_actions and int(n_actions), int(action_start), 0
@@ -250,6 +127,11 @@ class Trajectories:
     def __len__(self):
         return len(self.rewards)
 
+    @property
+    def state_shape(self):
+        """(S,), or (C, height, width) for frames."""
+        return (self.stack, *self.states.shape[1:]) if self.stack else (self.states.shape[1],)
+
     def top(self, fraction):
         """The episodes of highest return that together hold this fraction of the transitions (%BC of the DT paper); at least one."""
         order = self.returns.argsort(descending=True, stable=True)
@@ -260,6 +142,7 @@ class Trajectories:
                              states=index, actions=index, rewards=index, rtg=index, goals=index).items():
             x = getattr(self, name)
             setattr(out, name, None if x is None else x[at])
+        out.raw_returns = self.raw_returns[keep.numpy()]
         out.starts = torch.cat([torch.zeros(1, dtype=torch.int64), out.lengths.cumsum(0)])
         return out
 
@@ -268,9 +151,12 @@ class Trajectories:
         E, r, terminated = len(self.lengths), self.returns.double(), int(self.terminated.sum())
         truncated = int((self.truncated & ~self.terminated).sum())
         cut, p = E - terminated - truncated, np.percentile(r.numpy(), [5, 50, 95])
+        raw = self.raw_returns
+        points = (f"; the game's own points {raw.mean():.1f} ± {raw.std():.1f}, from {raw.min():g} to {raw.max():g}"
+                  if self.clip_rewards and not np.allclose(raw, r.numpy()) else "")
         return (f"{self.dataset} ({self.source}): {len(self):,} transitions, {E:,} episodes of {self.lengths.min()} to {self.lengths.max()} steps\n"
-                f"returns {r.mean():.1f} ± {r.std(correction=0):.1f}, from {r.min():.1f} to {r.max():.1f}, "
-                f"5/50/95 % {p[0]:.1f} / {p[1]:.1f} / {p[2]:.1f}\n"
+                f"{'clipped ' if self.clip_rewards else ''}returns {r.mean():.1f} ± {r.std(correction=0):.1f}, from {r.min():.1f} to {r.max():.1f}, "
+                f"5/50/95 % {p[0]:.1f} / {p[1]:.1f} / {p[2]:.1f}{points}\n"
                 f"ends: {terminated} terminated, {truncated} truncated, {cut} cut off" + (" (their returns are lower bounds)" if cut else "")
                 + (f"\n{self.clipped} actions outside their bounds were clipped" if self.clipped else ""))
 
@@ -340,8 +226,11 @@ def load_d4rl(path, env=None, name=""):
                         layout={"first": 27 if ant else None, "position": ant and env.family == "antmaze"})
 
 
-def load_minari(id, env=None, source="minari", download=True):
-    """Trajectories from a Minari set, published or your own; the environment is env's, or else the one that the set names."""
+def load_minari(id, env=None, source="minari", download=True, transitions=None):
+    """Trajectories from a Minari set, published or your own; the environment is env's, or else the one that the set names.
+
+    transitions: of a set of images, how many to load at most.
+    """
     if not re.fullmatch(r"([A-Za-z0-9_-][A-Za-z0-9_.-]*/)*[A-Za-z0-9_-][A-Za-z0-9_.-]*-v\d+", id):
         raise UserError(f"{id!r} is not a Minari id; they look like namespace/name-v0")
     root = minari_root() / id
@@ -355,7 +244,10 @@ def load_minari(id, env=None, source="minari", download=True):
             warnings.simplefilter("ignore")
             import minari
             dataset = minari.load_dataset(id, download=download)
-            episodes = list(dataset.iterate_episodes())
+            images = getattr(dataset.observation_space, "dtype", None) == np.uint8 and len(dataset.observation_space.shape or ()) >= 2
+            episodes = list(gray_episodes(dataset, transitions) if images else dataset.iterate_episodes())
+    except UserError as e:
+        raise UserError(f"{id}: {e}") from e
     except Exception as e:      # minari hands on whatever h5py, json or the network raise
         if root.exists():
             raise UserError(f"the data set in {root} cannot be read ({type(e).__name__}: {e}). {again}") from e
@@ -367,7 +259,7 @@ def load_minari(id, env=None, source="minari", download=True):
         raise UserError(f"{id}: actions are {space}; one Box of numbers or one Discrete choice is needed")
     kwargs = (dict(n_actions=int(space.n), action_start=int(space.start)) if name == "Discrete"
               else dict(action_low=space.low, action_high=space.high))
-    layout = {"first": 27 if env and env.family in ("ant", "antmaze") else None, "position": False}      # ant: contact forces follow
+    layout = {"first": 27 if env and env.family in ("ant", "antmaze") else None, "position": False, "stack": images}     # ant: contact forces follow
     first = episodes[0].observations
     if isinstance(first, dict) and "observation" in first and isinstance(first.get("achieved_goal"), np.ndarray):
         n = first["achieved_goal"].shape[-1]
@@ -387,15 +279,49 @@ def load_minari(id, env=None, source="minari", download=True):
             raise UserError(f"{id}: episode {e.id} has {len(state)} observations, {len(e.actions)} actions and {T} rewards. {again}")
         states.append(state[:T])
         goals.append(None if goal is None else goal[:T])
-    if states[0].ndim != 2:
+    if states[0].ndim != 2 and not images:
         raise UserError(f"{id}: observations have shape {states[0].shape[1:]}; vectors of numbers are needed")
     spec = dataset._eval_env_spec or dataset.env_spec      # minari 0.5 has no public name for the first
     limit = (spec and spec.max_episode_steps) or max(len(e.rewards) for e in episodes)
-    return Trajectories(np.concatenate(states), np.concatenate([e.actions for e in episodes]), np.concatenate([e.rewards for e in episodes]),
+    spec = None if spec is None else json.loads(spec.to_json())
+    if images and spec and spec["id"].startswith("ALE/"):       # the set's own wrappers do not matter: its frames are gray and small by now
+        spec = {"id": spec["id"], "kwargs": {}}
+    states = episodes[0].observations.base[:sum(map(len, states))] if images else np.concatenate(states)
+    return Trajectories(states, np.concatenate([e.actions for e in episodes]), np.concatenate([e.rewards for e in episodes]),
                         [len(e.rewards) for e in episodes], [bool(e.terminations[-1:].any()) for e in episodes],
                         [bool(e.truncations[-1:].any()) for e in episodes], None if goals[0] is None else np.concatenate(goals), dataset=id,
-                        source=source, layout=layout, max_ep_len=env.max_ep_len if env else limit,
-                        env_spec={"id": env.id, "kwargs": env.kwargs} if env else spec.to_json() if spec else None, **kwargs)
+                        source=source, layout=layout, max_ep_len=None if images else env.max_ep_len if env else limit,
+                        env_spec={"id": env.id, "kwargs": env.kwargs} if env else spec and json.dumps(spec), stack=env.stack if env else 4,
+                        clip_rewards=env is not None and env.clip_rewards, **kwargs)
+
+
+def gray_episodes(dataset, transitions):
+    """Minari's episodes one by one, their images as gray frames, views of one array for all; no more once transitions are reached."""
+    rows = min(dataset.total_steps, (transitions or dataset.total_steps) + 27_000)      # whole episodes, so one may step over
+    need, free = rows * SIDE * SIDE, free_memory()
+    if need > 0.9 * free:
+        raise UserError(f"its frames take {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free; load fewer: --transitions N")
+    frames, at = np.empty((rows, SIDE, SIDE), np.uint8), 0
+    for e in dataset.iterate_episodes():
+        T = len(e.rewards)
+        if len(e.observations) not in (T, T + 1):
+            raise UserError(f"episode {e.id} has {len(e.observations)} images and {T} rewards")
+        if at + T > rows:
+            return
+        frames[at: at + T] = gray(e.observations[:T])
+        yield dataclasses.replace(e, observations=frames[at: at + T])
+        at += T
+        if transitions and at >= transitions:
+            return
+
+
+def free_memory():
+    """Bytes that can be taken without swapping; infinity where the system does not say."""
+    try:
+        with open("/proc/meminfo") as f:
+            return 1024 * next(int(line.split()[1]) for line in f if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return math.inf
 
 
 def check_network(id, root):
@@ -428,31 +354,35 @@ def local_id(name):
     return collect.dataset_id(name) if name in collect.NAMES else None
 
 
-def load(name, source="auto", data="", goal=True):
+def load(name, source="auto", data="", goal=True, transitions=500_000):
     """Trajectories for a name of ENVS or 'minari:<id>'.
 
     source: minari, d4rl, local, or auto: what is cached, else a download; never regenerated data in place of published ones.
-    data: folder of the data (a Minari root, or a folder of HDF5 files). goal: whether a maze set without goals is an error.
+    source dqn: an Atari game's DQN-replay folder. data: folder of the data (a Minari root, a folder of HDF5 files, or the replay's).
+    goal: whether a maze set without goals is an error. transitions: of a replay or another set of frames, about how many to load.
     """
-    if source == "dqn":
-        raise UserError("source dqn is for Atari games, which no model here reads yet; use --source minari, d4rl or local")
     if data and not Path(data).expanduser().is_dir():
         raise UserError(f"--data {data}: there is no folder of this name")
     use_folder(data, source)
     if name.startswith("minari:"):
-        return load_minari(name.removeprefix("minari:"))
+        return load_minari(name.removeprefix("minari:"), transitions=transitions)
     env = get_env(name)
+    if source == "dqn":
+        return load_dqn(env, name, data, transitions)
     file = d4rl_root(data) / Path(env.d4rl).name if env.d4rl else None
     if source == "auto":
         cached = env.minari and (minari_root() / env.minari).exists()
         source = "minari" if cached or env.minari and not (file and file.exists()) else "d4rl"
+        if not env.minari and not env.d4rl:
+            raise UserError(f"{name}: {env.note}. python train.py --env {name} --source local collects; "
+                            "policies/README.md says how to record an agent's")
     try:
         if source == "local":
             id = local_id(name)
             if id is None or not (minari_root() / id).exists():
                 print(f"collecting {name}, once: it is kept in {minari_root()}", flush=True)
                 id = collect_local(name)
-            out = load_minari(id, env, "local", download=False)
+            out = load_minari(id, env, "local", False, transitions)
             made = collect.recipe(id) or {}
             if (made.get("steps"), made.get("version")) != (collect.NAMES[name], collect.VERSION):
                 print(f"note: the stored {id} was made with steps={made.get('steps')}, not the usual {collect.NAMES[name]:,}, or by another "
@@ -460,7 +390,7 @@ def load(name, source="auto", data="", goal=True):
         elif source == "minari":
             if not env.minari:
                 raise UserError(f"Minari publishes no {name}; use --source d4rl")
-            out = load_minari(env.minari, env)
+            out = load_minari(env.minari, env, transitions=transitions)
         else:
             if not env.d4rl:
                 raise UserError(f"D4RL has no file for {name} that fits {env.id}; use --source minari")
@@ -474,9 +404,25 @@ def load(name, source="auto", data="", goal=True):
     return out
 
 
+def load_dqn(env, name, data, transitions):
+    """Trajectories from a game's DQN-replay folder; --data, $DQN_REPLAY_DIR or ~/.dqn_replay holds it."""
+    if env.family != "atari":
+        raise UserError(f"{name} is no Atari game; source dqn has {', '.join(k for k, e in ENVS.items() if e.family == 'atari')}")
+    root = Path(data or os.environ.get("DQN_REPLAY_DIR") or "~/.dqn_replay").expanduser()
+    game = env.id.removeprefix("ALE/").removesuffix("-v5")
+    if not root.is_dir():
+        raise UserError(f"{root} does not exist; --data FOLDER names the folder that holds {game}/1/replay_logs")
+    x = load_replay(root, game, transitions)
+    truncated = ~x["terminated"] & (x["lengths"] >= env.max_ep_len)
+    return Trajectories(x["states"], x["actions"], x["rewards"], x["lengths"], x["terminated"], truncated, n_actions=env.act_dim,
+                        dataset=f"dqn-replay/{game}-{len(x['actions'])}", source="dqn", env_spec={"id": env.id, "kwargs": env.kwargs},
+                        stack=env.stack, clip_rewards=True)
+
+
 def check_fit(trajectories, env, name, goal):
-    for what, x, want in (("states", trajectories.states, env.state_dim), ("actions", trajectories.actions, env.act_dim)):
-        got = x.shape[-1]
+    t = trajectories
+    for what, got, want in (("states", t.state_shape, env.state_shape), ("actions", t.n_actions or t.actions.shape[-1], env.act_dim)):
+        got, want = ((x[0] if isinstance(x, tuple) and len(x) == 1 else x) for x in (got, want))
         if got != want:
             raise UserError(f"{trajectories.dataset}: {what} have {got} numbers, but {name} ({env.id}) has {want}. Is it the right file?")
     if trajectories.goals is not None and env.goal_dim and trajectories.goals.shape[1] != env.goal_dim:
@@ -526,32 +472,38 @@ class Windows:
     """Training windows, gathered without a Python loop on the device where training runs.
 
     A window starts at a transition drawn uniformly from all N (the same as drawing episodes in proportion to their length, then a start
-    in them), takes up to K steps and never crosses the episode's end; what is missing on the right is zeros with mask False.
+    in them), takes up to K steps and never crosses the episode's end; what is missing on the right is zeros with mask False. Frames
+    are stored once and stacked here; a stack never crosses its episode's beginning, before which there are zeros.
     """
 
     def __init__(self, trajectories, context_len, device="cpu", rtg_scale=1.0, reward_scale=1.0, max_ep_len=None, goal=True):
         t = trajectories
-        parts = [t.states] + ([t.goals] if goal and t.goals is not None else [])
+        parts = [] if t.stack else [t.states] + ([t.goals] if goal and t.goals is not None else [])
         S = sum(p.shape[1] for p in parts)
         self.discrete, self.K, self.max_ep_len = t.n_actions is not None, context_len, max_ep_len or t.max_ep_len
         self.sizes = [S] + ([] if self.discrete else [t.actions.shape[1]]) + [1, 1]
         # one table for all numbers of a step: a batch is then one gather and not five
         x = torch.empty(len(t), sum(self.sizes))
-        torch.cat(parts, 1, out=x[:, :S]) if len(parts) > 1 else x[:, :S].copy_(t.states)
-        self.mean = torch.stack([p.double().mean() for p in x[:, :S].unbind(1)]).float()       # column by column: no second copy in float64
-        std = torch.stack([p.double().std(correction=0) for p in x[:, :S].unbind(1)]).float()
-        self.std = torch.where(std < 1e-6, 1.0, std)        # a constant number becomes 0, not noise blown up
-        x[:, :S].sub_(self.mean).div_(self.std)
+        if parts:
+            torch.cat(parts, 1, out=x[:, :S]) if len(parts) > 1 else x[:, :S].copy_(t.states)
+            self.mean = torch.stack([p.double().mean() for p in x[:, :S].unbind(1)]).float()       # column by column: no second copy in float64
+            std = torch.stack([p.double().std(correction=0) for p in x[:, :S].unbind(1)]).float()
+            self.std = torch.where(std < 1e-6, 1.0, std)        # a constant number becomes 0, not noise blown up
+            x[:, :S].sub_(self.mean).div_(self.std)
+        else:
+            self.mean = self.std = None
         if not self.discrete:
             x[:, S:-2] = t.actions
         x[:, -2] = t.rewards / reward_scale
         x[:, -1] = t.rtg / rtg_scale
         self.table = x.to(device)
         self.choices = t.actions.to(device) if self.discrete else None
+        self.frames = t.states.to(device) if t.stack else None                                  # (N, height, width)
         step = torch.arange(len(t)) - t.starts[:-1].repeat_interleave(t.lengths)
         self.step = step.to(device)                                                             # (N,): place in the episode
         self.left = (t.lengths.repeat_interleave(t.lengths) - step).to(device)                  # (N,): steps to its end, itself included
         self.offsets = torch.arange(context_len, device=device)
+        self.back = torch.arange(1 - t.stack, 1, device=device)                                 # (C,): a stack's frames, oldest first
 
     def __len__(self):
         return len(self.step)
@@ -565,12 +517,52 @@ class Windows:
         x = self.table.index_select(0, rows).view(B, K, -1) * mask[..., None]                   # (B, K, S + A + 2)
         parts = x.split(self.sizes, -1)
         actions = self.choices.index_select(0, rows).view(B, K) * mask if self.discrete else parts[1]
-        timesteps = (self.step[index][:, None] + self.offsets).clamp_(max=self.max_ep_len - 1) * mask
-        return dict(states=parts[0], actions=actions, rewards=parts[-2], rtg=parts[-1], timesteps=timesteps, mask=mask)
+        timesteps = self.step[index][:, None] + self.offsets                                    # (B, K)
+        states = parts[0] if self.frames is None else self.stacks(rows.view(B, K), timesteps, mask)
+        timesteps = timesteps.clamp_(max=self.max_ep_len - 1) * mask
+        return dict(states=states, actions=actions, rewards=parts[-2], rtg=parts[-1], timesteps=timesteps, mask=mask)
+
+    def stacks(self, rows, timesteps, mask):
+        """(B, K, C, height, width) uint8: the frames of the transitions rows (B, K) and those before them in their episodes."""
+        real = (timesteps[..., None] + self.back >= 0) & mask[..., None]                        # (B, K, C)
+        x = self.frames.index_select(0, (rows[..., None] + self.back).clamp_(min=0).flatten())
+        return x.view(*real.shape, *self.frames.shape[1:]).mul_(real[..., None, None])
 
     def sample(self, batch_size, generator=None):
         """A random batch of the model contract's keys and shapes."""
         return self.at(torch.randint(len(self), (batch_size,), generator=generator, device=self.step.device))
+
+
+class Prefetch:
+    """Batches of windows that stay in the computer's memory, for a model on a GPU: a thread gathers and sends the next one during a step.
+
+    state: the generator's, from before the batch that is on its way; a run that resumes from it draws that batch again.
+    """
+
+    def __init__(self, windows, batch_size, generator, device):
+        self.windows, self.batch_size, self.generator, self.device = windows, batch_size, generator, device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pool = ThreadPoolExecutor(1)
+        self.order()
+
+    def order(self):
+        self.state = self.generator.get_state()
+        index = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
+        self.coming = self.pool.submit(self.fetch, index)
+
+    def fetch(self, index):
+        batch = self.windows.at(index)
+        if self.stream is None:
+            return batch
+        with torch.cuda.stream(self.stream):
+            batch = {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in batch.items()}
+        self.stream.synchronize()
+        return batch
+
+    def next(self):
+        batch = self.coming.result()
+        self.order()
+        return batch
 
 
 # --------------------------------------------------------------------------- command line
@@ -592,7 +584,7 @@ def command_line():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["list", "info", "collect", "download"])
     parser.add_argument("env", nargs="?")
-    parser.add_argument("--source", choices=["auto", "minari", "d4rl", "local"], default="auto")
+    parser.add_argument("--source", choices=["auto", "minari", "d4rl", "dqn", "local"], default="auto")
     parser.add_argument("--data", default="")
     parser.add_argument("--steps", type=int, help="collect: number of transitions")
     parser.add_argument("--seed", type=int, default=0, help="collect: seed")
@@ -612,17 +604,20 @@ def command_line():
         collect_local(args.env, args.steps, args.seed)
         args.source = "local"
     elif args.command == "info" and env:
-        print(f"{args.env}: {env.id}, {env.state_dim} state numbers" + (f" and {env.goal_dim} of the goal" if env.goal_dim else "") +
-              f", {env.act_dim} action numbers, at most {env.max_ep_len} steps, return scale {env.rtg_scale:g}")
+        print(f"{args.env}: {env.id}, " + (f"{env.stack} stacked frames of 84 x 84" if env.stack else f"{env.state_dim} state numbers")
+              + (f" and {env.goal_dim} of the goal" if env.goal_dim else "") +
+              f", {env.act_dim} {'actions' if env.discrete else 'action numbers'}, at most {env.max_ep_len} steps, return scale {env.rtg_scale:g}")
         if env.ref:
-            print(f"score 0 is a return of {env.ref[0]:g}, score 100 of {env.ref[1]:g} (D4RL)")
+            print(f"score 0 is a return of {env.ref[0]:g}, score 100 of {env.ref[1]:g} ({'random player and gamer' if env.discrete else 'D4RL'})")
         if env.note:
             print(f"note: {env.note}")
+        if env.clip_rewards:
+            print("returns-to-go and targets count rewards cut to [-1, 1]; scores count the game's own points")
         local = local_id(args.env)
         places = dict(minari=env.minari and minari_root() / env.minari, d4rl=env.d4rl and d4rl_root(args.data) / Path(env.d4rl).name,
                       local=local and minari_root() / local)
         at_hand = [source for source, path in places.items() if path and path.exists()]
-        if args.source not in ("auto", *at_hand) or not at_hand:
+        if args.source != "dqn" and (args.source not in ("auto", *at_hand) or not at_hand):
             what = "data" if args.source == "auto" else f"{args.source} data"
             print(f"no {what} at hand: python data.py download {args.env}" + (f", or python data.py collect {args.env}" if local else ""))
             return

@@ -26,41 +26,58 @@ ROWS = 50       # episodes played side by side
 def rollout(model, meta, envs, targets, seeds, options=None, sample=False, generator=None, zero=(), on_step=None):
     """Play one episode in each environment, one batched act a step; a finished episode drops out of the batch.
 
-    envs: n gymnasium environments; targets (n,): raw returns asked for; seeds (n,): of the environments' resets; options: n reset options.
+    envs: n gymnasium environments; targets (n,): returns asked for; seeds (n,): of the environments' resets; options: n reset options.
     zero: names out of rtg, states, actions to blank in the model's normalised input (states: the past ones).
-    Returns {"return", "length", "success"}, each (n,); success is NaN where the environment does not report it.
+    Returns {"return", "achieved", "length", "success"}, each (n,): achieved is the return in the targets' unit, with rewards cut to [-1, 1]
+    where those of the data were; success is NaN where the environment does not report it.
     """
     n, K, device = len(envs), model.cfg.context_len, next(model.parameters()).device
-    discrete = meta["n_actions"] is not None
+    discrete, stack, clip = meta["n_actions"] is not None, meta["layout"].get("stack", 0), meta.get("clip_rewards")
     limit = (envs[0].spec and envs[0].spec.max_episode_steps) or meta["max_ep_len"]
-    mean, std = meta["state_mean"].cpu().numpy(), meta["state_std"].cpu().numpy()
-    states = torch.zeros(n, limit, len(mean), device=device)
-    actions = (torch.zeros(n, limit, dtype=torch.int64, device=device) if discrete else torch.zeros(n, limit, meta["act_dim"], device=device))
-    rewards, rtg = torch.zeros(n, limit, 1, device=device), torch.zeros(n, limit, 1, device=device)
+    span, at = min(limit, 4 * K), -1        # a stretch of history is kept; when it is full, its last K - 1 steps move to the front
+    if stack:
+        states, memory = torch.zeros(n, span, *meta["state_shape"], dtype=torch.uint8, device=device), None if "states" in zero else {}
+        x = np.zeros((n, *meta["state_shape"]), np.uint8)
+    else:
+        mean, std = meta["state_mean"].cpu().numpy(), meta["state_std"].cpu().numpy()
+        states, memory = torch.zeros(n, span, len(mean), device=device), None
+    actions = (torch.zeros(n, span, dtype=torch.int64, device=device) if discrete else torch.zeros(n, span, meta["act_dim"], device=device))
+    rewards, rtg = torch.zeros(n, span, 1, device=device), torch.zeros(n, span, 1, device=device)
     timesteps = torch.arange(limit, device=device).clamp(max=meta["max_ep_len"] - 1)
     if not discrete:
         low, high = meta["action_low"].cpu().numpy(), meta["action_high"].cpu().numpy()
-    returns, lengths, success = np.zeros(n), np.zeros(n, int), np.full(n, np.nan)
+    returns, achieved, lengths, success = np.zeros(n), np.zeros(n), np.zeros(n, int), np.full(n, np.nan)
     alive = np.arange(n)
     observations = [env.reset(seed=int(s), options=o)[0] for env, s, o in zip(envs, seeds, options or [None] * n, strict=True)]
     for t in range(limit):
-        pairs = [observe(o, meta["layout"]) for o in observations]
-        x = np.stack([np.concatenate(p) if meta["goal"] else p[0] for p in pairs])
-        if t == 0 and x.shape[1] != len(mean):
-            raise UserError(f"the environment gives {x.shape[1]} state numbers, but the data ({meta['dataset']}) have {len(mean)}")
+        at += 1
+        if at == span:
+            at = K - 1
+            for h in (states, actions, rewards, rtg):
+                h[:, :at] = h[:, span - at:].clone()
         rows = torch.as_tensor(alive, device=device)
-        states[rows, t] = torch.from_numpy((x - mean) / std).to(device)
+        if stack:
+            x[alive, :-1] = x[alive, 1:]
+            x[alive, -1] = np.stack([observe(o, meta["layout"])[0] for o in observations])
+            states[rows, at] = torch.from_numpy(x[alive]).to(device)
+        else:
+            pairs = [observe(o, meta["layout"]) for o in observations]
+            x = np.stack([np.concatenate(p) if meta["goal"] else p[0] for p in pairs])
+            if t == 0 and x.shape[1] != len(mean):
+                raise UserError(f"the environment gives {x.shape[1]} state numbers, but the data ({meta['dataset']}) have {len(mean)}")
+            states[rows, at] = torch.from_numpy((x - mean) / std).to(device)
         if "rtg" not in zero:
-            rtg[rows, t, 0] = torch.from_numpy((targets[alive] - returns[alive]) / meta["rtg_scale"]).float().to(device)
-        window = slice(max(0, t + 1 - K), t + 1)
+            rtg[rows, at, 0] = torch.from_numpy((targets[alive] - achieved[alive]) / meta["rtg_scale"]).float().to(device)
+        window = slice(max(0, at + 1 - K), at + 1)
         # full batches are views; copies are made only once some episode has ended
         history = [h[:, window] if len(alive) == n else h[:, window][rows] for h in (states, actions, rewards, rtg)]
         if "states" in zero:
             history[0] = torch.cat([torch.zeros_like(history[0][:, :-1]), history[0][:, -1:]], 1)
         if "actions" in zero:
             history[1] = torch.zeros_like(history[1])
-        a = model.act(*history, timesteps[window].expand(len(alive), -1), sample=sample, generator=generator)
-        actions[rows, t] = a
+        history.append(timesteps[t + 1 - history[0].shape[1]: t + 1].expand(len(alive), -1))
+        a = model.act(*history, sample=sample, generator=generator, **({} if memory is None else {"memory": memory}))
+        actions[rows, at] = a
         a = a.cpu().numpy()
         if not discrete:
             if not np.isfinite(a).all():
@@ -72,28 +89,32 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
             o, reward, terminated, truncated, info = envs[i].step(int(a[j]) + meta["action_start"] if discrete else a[j])
             returns[i] += reward
             lengths[i] += 1
-            r[j] = reward
+            counted = min(max(reward, -1), 1) if clip else reward
+            r[j], achieved[i] = counted, achieved[i] + counted
             if "success" in info:
                 success[i] = max(float(info["success"]), 0.0 if np.isnan(success[i]) else success[i])
             if terminated or truncated:
                 going[j] = False
             else:
                 observations.append(o)
-        rewards[rows, t, 0] = torch.from_numpy(r / meta["reward_scale"]).to(device)
+        rewards[rows, at, 0] = torch.from_numpy(r / meta["reward_scale"]).to(device)
         if on_step:
             on_step(t)
-        alive = alive[going]
+        if not going.all():
+            alive = alive[going]
+            memory = memory and {k: v[torch.as_tensor(going, device=device)] for k, v in memory.items()}
         if not len(alive):
             break
-    return {"return": returns, "length": lengths, "success": success}
+    return {"return": returns, "achieved": achieved, "length": lengths, "success": success}
 
 
 def evaluate(model, meta, plan, seed=0, envs=None, sample=False, zero=()):
     """Play a plan, [(name of a start in meta["starts"], raw target return, number of episodes)], and return one row for each.
 
     A row is a dict: start, target, episodes, returns (per episode), return_mean, return_std, score (0-100, None without references),
-    success (%, None where the environment has none), length, abs_error (mean over episodes of |target - achieved|, RADT paper Eq. 4),
-    error_of_mean (|target - mean achieved|, what RADT's code selects by). Episode j has the same seed in every row. envs: a list of
+    success (%, None where the environment has none), length, achieved (per episode, in the target's unit: Atari's targets count clipped
+    rewards, its returns and scores the game's points), achieved_mean, abs_error (mean over episodes of |target - achieved|, RADT paper
+    Eq. 4), error_of_mean (|target - mean achieved|, what RADT's code selects by). Episode j has the same seed in every row. envs: a list of
     environments to reuse; it is filled as needed.
     """
     envs = [] if envs is None else envs
@@ -113,12 +134,13 @@ def evaluate(model, meta, plan, seed=0, envs=None, sample=False, zero=()):
     result = {k: np.concatenate([o[k] for o in out]) for k in out[0]}
     rows, at = [], 0
     for start, target, count in plan:
-        r, length, success = (result[k][at: at + count] for k in ("return", "length", "success"))
+        r, achieved, length, success = (result[k][at: at + count] for k in ("return", "achieved", "length", "success"))
         at += count
         rows.append(dict(
             start=start, target=float(target), episodes=count, returns=r.tolist(), return_mean=float(r.mean()), return_std=float(r.std()),
             score=normalised(r.mean(), meta["ref"]), success=None if np.isnan(success).all() else float(100 * np.nanmean(success)),
-            length=float(length.mean()), abs_error=float(np.abs(r - target).mean()), error_of_mean=float(abs(r.mean() - target))))
+            length=float(length.mean()), achieved=achieved.tolist(), achieved_mean=float(achieved.mean()),
+            abs_error=float(np.abs(achieved - target).mean()), error_of_mean=float(abs(achieved.mean() - target))))
     return rows
 
 
@@ -139,7 +161,7 @@ def rank_correlation(x, y):
 def alignment(rows):
     """{"rank_correlation", "abs_error", "episodes"} over all episodes of the rows: how closely achieved returns follow their targets."""
     target = np.repeat([r["target"] for r in rows], [r["episodes"] for r in rows])
-    achieved = np.concatenate([r["returns"] for r in rows])
+    achieved = np.concatenate([r["achieved"] for r in rows])
     return dict(rank_correlation=rank_correlation(target, achieved), abs_error=float(np.abs(target - achieved).mean()), episodes=len(target))
 
 
@@ -152,12 +174,15 @@ def title(meta):
 
 def table(rows, headline=None):
     """The rows as text, the headline target starred, and under them how closely each start's returns follow the targets."""
-    lines = [f"{'start':8s}{'target':>9s}  episodes{'return':>19s}{'score':>8s}{'success':>9s}{'length':>8s}  |target - achieved|"]
+    clipped = any(r["achieved"] != r["returns"] for r in rows)
+    lines = [f"{'start':8s}{'target':>9s}  episodes{'return':>19s}{'score':>8s}{'success':>9s}{'length':>8s}{'  achieved' if clipped else ''}"
+             f"  |target - achieved|{'   (targets and achieved: rewards cut to [-1, 1])' if clipped else ''}"]
     for r in rows:
         score = "-" if r["score"] is None else f"{r['score']:.1f}"
         success = "-" if r["success"] is None else f"{r['success']:.1f} %"
         lines.append(f"{r['start']:8s}{r['target']:9.1f}{'*' if r['target'] == headline else ' '}{r['episodes']:9d}{r['return_mean']:10.1f} ± "
-                     f"{r['return_std']:6.1f}{score:>8s}{success:>9s}{r['length']:8.0f}{r['abs_error']:21.1f}")
+                     f"{r['return_std']:6.1f}{score:>8s}{success:>9s}{r['length']:8.0f}{format(r['achieved_mean'], '10.1f') if clipped else ''}"
+                     f"{r['abs_error']:21.1f}")
     for start in dict.fromkeys(r["start"] for r in rows):
         group = [r for r in rows if r["start"] == start]
         if len(group) > 1:
@@ -178,8 +203,8 @@ def plot_targets(rows, path, title=""):
     for ax, start in zip(axes[0], starts, strict=True):
         group = sorted((r for r in rows if r["start"] == start), key=lambda r: r["target"])
         for r in group:
-            ax.plot([r["target"]] * r["episodes"], r["returns"], "o", color="0.45", alpha=0.4, markersize=4)
-        ax.plot([r["target"] for r in group], [r["return_mean"] for r in group], "s-", color="tab:blue", label="mean")
+            ax.plot([r["target"]] * r["episodes"], r["achieved"], "o", color="0.45", alpha=0.4, markersize=4)
+        ax.plot([r["target"] for r in group], [r["achieved_mean"] for r in group], "s-", color="tab:blue", label="mean")
         ax.plot(ends, ends, "k--", linewidth=1, label="target = achieved")
         ax.set(title=f"{start} start", xlabel="target return")
         ax.grid(alpha=0.3)
@@ -201,7 +226,7 @@ def plot_curve(rows, path):
     curves = {}
     for r in rows:
         if r.get("checkpoint") == "last":
-            curves.setdefault((float(r["target"]), r["start"]), []).append((int(r["step"]), float(r["return_mean"])))
+            curves.setdefault((float(r["target"]), r["start"]), []).append((int(r["step"]), float(r["achieved_mean"])))
     often = {k: at for k, at in curves.items() if len(at) > 1} or curves       # what the last evaluation alone plays is no curve
     for (target, start), at in sorted(often.items(), reverse=True):
         line, = right.plot(*zip(*at, strict=True), "o-", markersize=4, label=f"{start} {target:.0f}")

@@ -8,7 +8,6 @@
 Every field of TrainConfig and of the model's Config is a flag. A value comes from the first of: command line, the "small" preset
 (--size small, the default without a GPU), the environment's preset, its family's, "*", the field's default; --show says which.
 """
-import argparse
 import csv
 import dataclasses
 import importlib
@@ -19,8 +18,6 @@ import re
 import signal
 import sys
 import time
-import typing
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,101 +27,15 @@ from torch import nn
 from tqdm import tqdm
 
 import data
-from data import UserError, Windows, nearest
+from data import Prefetch, UserError, Windows
 from eval import evaluate, load_run, pick_device, plot_curve, plot_targets, seeds_table, table, title
+from settings import describe, holds, parse, settings
 
-MODELS = sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))
+# --------------------------------------------------------------------------- model
 
-
-@dataclass
-class TrainConfig:
-    model: str = "dt"
-    env: str = "pointmaze-umaze"
-    source: typing.Literal["auto", "minari", "d4rl", "dqn", "local"] = "auto"
-    data: str = ""                          # folder of the data: a Minari root, or HDF5 files
-    size: typing.Literal["auto", "paper", "small"] = "auto"     # auto: paper on a GPU, small elsewhere
-    seed: int = 0
-    steps: int = 100_000                    # gradient updates
-    batch_size: int = 64
-    lr: float = 1e-4
-    betas: tuple[float, ...] = (0.9, 0.999)
-    weight_decay: float = 1e-4
-    warmup: int = 10_000                    # updates over which the learning rate rises linearly
-    schedule: typing.Literal["constant", "cosine"] = "constant"     # cosine: to 0 at the last step
-    clip: float = 0.25                      # largest gradient norm
-    pct_traj: float = 1.0                   # train on the best episodes that hold this fraction of the data
-    rtg_scale: float | None = None          # None: the environment's
-    reward_scale: float = 1.0
-    targets: tuple[float, ...] | None = None    # raw returns to ask for; None: five between the data's 5th and 95th percentile
-    eval_episodes: int = 10                 # per target; 0: no evaluation, and no environment is made
-    eval_every: int | None = None           # None: four times a run; 0: at the end only
-    sample: bool = False                    # discrete actions are drawn while evaluating, not the likeliest taken
-    device: str = "auto"
-    amp: bool = True                        # CUDA: bfloat16 autocast
-    graph: bool = True                      # CUDA: the whole step as one graph
-    compile: bool = False                   # torch.compile
-    out: str = "runs"
-    run: str = ""                           # name of the run's folder in out; default: model-env-sSEED, numbered if taken
-
-
-# --------------------------------------------------------------------------- settings
-
-def settings(given):
-    """(TrainConfig, values of the model's Config, {name: where it came from}) for the fields in given, on top of the presets."""
-    name = given.get("model", TrainConfig.model)
-    if name not in MODELS:
-        raise UserError(f"no model is called {name!r}; {nearest(name, MODELS)}")
-    module = importlib.import_module(f"models.{name}")
-    fields = {f.name: f for f in (*dataclasses.fields(TrainConfig), *dataclasses.fields(module.Config))}
-    for key in given:
-        if key not in fields:
-            raise UserError(f"{name} has no setting {key!r}; {nearest(key, fields)}")
-    # NumPy's numbers to Python's: a checkpoint holds none but plain ones
-    given = {k: x.tolist() if isinstance(x, (np.generic, np.ndarray)) else x for k, x in given.items()}
-    given = {k: tuple(x) if isinstance(x, list) else x for k, x in given.items()}
-    env = given.get("env", TrainConfig.env)
-    size = given.get("size", "auto")
-    if size == "auto":
-        size = "paper" if pick_device(given.get("device", "auto")).type == "cuda" else "small"
-    own = env == "arrays" or env.startswith("minari:")      # data that no paper had
-    keys = ["*"] + ([] if own else [data.get_env(env).family, env]) + (["small"] if size == "small" else [])
-    value = {k: f.default for k, f in fields.items()}
-    origin = dict.fromkeys(value, "default")
-    for source, new in [(f'preset "{key}"', module.PRESETS.get(key, {})) for key in keys] + [("command line", given)]:
-        value |= new
-        origin |= dict.fromkeys(new, source)
-    value["size"] = size
-    if "env" not in given and "source" not in given:
-        value["source"], origin["source"] = "local", "default without --env"
-    for config in (TrainConfig, module.Config):
-        for key, hint in typing.get_type_hints(config).items():
-            if typing.get_origin(hint) is typing.Literal and value[key] not in typing.get_args(hint):
-                raise UserError(f"--{key} {value[key]}: choose from {', '.join(map(str, typing.get_args(hint)))}")
-            if value[key] is None and type(None) not in typing.get_args(hint):
-                raise UserError(f"--{key} cannot be none")
-    cfg = TrainConfig(**{f.name: value.pop(f.name) for f in dataclasses.fields(TrainConfig)})
-    for key in ("steps", "batch_size", "lr", "clip", "reward_scale"):
-        if not 0 < getattr(cfg, key) < math.inf:
-            raise UserError(f"--{key} must be above 0, not {getattr(cfg, key)}")
-    if not 0 <= cfg.seed < 2**20:
-        raise UserError(f"--seed must be from 0 to about a million, not {cfg.seed}")
-    if len(cfg.betas) != 2 or not all(0 <= b < 1 for b in cfg.betas) or not 0 <= cfg.weight_decay < math.inf or not 0 <= value["dropout"] < 1:
-        raise UserError("--betas takes two numbers from 0 to below 1, --dropout one, and --weight_decay must not be negative")
-    if cfg.targets and not all(abs(x) < 1e30 for x in cfg.targets):
-        raise UserError("--targets must be finite returns")
-    if not 0 < cfg.pct_traj <= 1:
-        raise UserError(f"--pct_traj must be above 0 and at most 1, not {cfg.pct_traj}")
-    if min(cfg.eval_episodes, cfg.eval_every or 0, cfg.warmup) < 0 or not (cfg.rtg_scale is None or cfg.rtg_scale > 0):
-        raise UserError("--eval_episodes, --eval_every and --warmup must not be negative, and --rtg_scale must be above 0")
-    if min(value[k] for k in ("context_len", "n_layer", "n_head", "d", "max_ep_len")) < 1 or value["d"] % value["n_head"]:
-        raise UserError(f"--context_len, --n_layer, --n_head, --d and --max_ep_len must be at least 1, and --d {value['d']} a multiple of --n_head "
-                        f"{value['n_head']}")
-    return cfg, value, origin
-
-
-def build_model(cfg, values, origin, state_dim, act_dim, discrete, max_ep_len, goal_dim):
+def build_model(cfg, values, origin, state_shape, act_dim, discrete, max_ep_len, goal_dim):
     """The model, its sizes taken from the data; seeded, so that the same seed gives the same weights."""
-    facts = dict(state_shape=(state_dim,), act_dim=act_dim, discrete=discrete, max_ep_len=max_ep_len, goal_dim=goal_dim)
+    facts = dict(state_shape=tuple(state_shape), act_dim=act_dim, discrete=discrete, max_ep_len=max_ep_len, goal_dim=goal_dim)
     for key, x in facts.items():
         if origin[key] == "command line" and key != "max_ep_len" and values[key] != x:
             raise UserError(f"--{key} comes from the data, where it is {x}")
@@ -138,25 +49,13 @@ def build_model(cfg, values, origin, state_dim, act_dim, discrete, max_ep_len, g
         raise UserError(str(e)) from e
 
 
-def holds(key, origin, source):
-    """Whether a return scale or targets apply to data of this source: a paper's do to the paper's data, the command line's to any."""
-    return origin[key] == "command line" or source == "d4rl"
-
-
-def describe(cfg, values, origin):
-    """The settings, one line for each place they come from."""
-    groups = {}
-    for key, x in (dataclasses.asdict(cfg) | values).items():
-        groups.setdefault(origin[key], []).append(f"{key}={x}")
-    return "\n".join(f"  {source}: {' '.join(items)}" for source, items in groups.items())
-
-
 def counters(model, values):
     """{"params", "mixer_params", "macs"}: all parameters, those of token mixers, multiply-accumulates to predict one window's actions."""
     from torch.utils.flop_counter import FlopCounterMode
     device, K, A = next(model.parameters()).device, values["context_len"], values["act_dim"]
     actions = torch.zeros(1, K, dtype=torch.int64) if values["discrete"] else torch.zeros(1, K, A)
-    batch = dict(states=torch.zeros(1, K, *values["state_shape"]), actions=actions, rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1),
+    states = torch.zeros(1, K, *values["state_shape"], dtype=torch.uint8 if len(values["state_shape"]) == 3 else torch.float32)
+    batch = dict(states=states, actions=actions, rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1),
                  timesteps=torch.arange(K)[None], mask=torch.ones(1, K, dtype=torch.bool))
     was_training = model.training
     # in plain matrix products: the counter knows those, but not the CPU's fused attention
@@ -170,17 +69,22 @@ def counters(model, values):
 # --------------------------------------------------------------------------- one training step
 
 def learning_rate(cfg, step):
-    """The learning rate of update step (from 0): linear warm-up, then constant or a half cosine down to 0."""
+    """The learning rate of update step (from 0): linear warm-up, then constant or a half cosine down to lr_floor of it."""
     warm = min(1.0, (step + 1) / max(1, cfg.warmup))
     if cfg.schedule == "constant":
         return cfg.lr * warm
     p = min(1.0, max(0.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)))      # clamped: unclamped, the rate climbs again
-    return cfg.lr * warm * 0.5 * (1 + math.cos(math.pi * p))
+    return cfg.lr * warm * max(cfg.lr_floor, 0.5 * (1 + math.cos(math.pi * p)))     # the floor cuts the cosine, as released for Atari
 
 
 def make_optimizer(model, cfg, device):
     groups = (model.param_groups(cfg.weight_decay) if hasattr(model, "param_groups")
               else [dict(params=list(model.parameters()), weight_decay=cfg.weight_decay)])
+    if cfg.decay == "matrices":
+        matrices = {id(p) for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d, nn.MultiheadAttention))
+                    for name, p in m.named_parameters(recurse=False) if name.endswith("weight")}
+        groups = [dict(g, params=[p for p in g["params"] if (id(p) in matrices) == decays], weight_decay=g["weight_decay"] * decays)
+                  for g in groups for decays in (True, False)]
     cuda = device.type == "cuda"
     # the rate is a tensor on CUDA, so that a captured graph reads today's value and not the one of its capture
     groups = [dict(g, lr=torch.tensor(cfg.lr, device=device) if cuda else cfg.lr) for g in groups]
@@ -196,17 +100,21 @@ def set_learning_rate(optimizer, value):
             group["lr"] = lr
 
 
-def make_step(model, windows, optimizer, cfg, generator):
-    """A function that makes one update (sample, forward, backward, clip, AdamW) and returns the model's log of tensors."""
-    device = windows.table.device
+def make_step(model, windows, optimizer, cfg, generator, feed=None):
+    """A function that makes one update (sample, forward, backward, clip, AdamW) and returns the model's log of tensors.
+
+    feed: a Prefetch, where the windows are not on the model's device.
+    """
+    device = next(model.parameters()).device
     loss_of = torch.compile(model.loss) if cfg.compile else model.loss
+    inbox = {k: v.clone() for k, v in feed.next().items()} if feed else None        # the batch's fixed place, from which a graph reads
     clipped = {}        # one norm for all that share a learning rate; a predictor with a rate of its own neither shrinks the rest nor is shrunk
     for group in optimizer.param_groups:
         clipped.setdefault(group.get("lr_scale", 1.0), []).extend(group["params"])
 
     def step():
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and device.type == "cuda"):
-            loss, log = loss_of(windows.sample(cfg.batch_size, generator))
+            loss, log = loss_of(windows.sample(cfg.batch_size, generator) if inbox is None else inbox)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         for params in clipped.values():
@@ -214,20 +122,30 @@ def make_step(model, windows, optimizer, cfg, generator):
         optimizer.step()
         return log
 
-    if device.type != "cuda" or not cfg.graph:
-        return step
-    try:
-        return capture(step, model, optimizer, generator)
-    except Exception as e:      # whatever cannot be captured still runs, slower
-        print(f"the step does not fit a CUDA graph ({type(e).__name__}: {str(e).splitlines()[0]}); it runs without")
-        return step
+    run = step
+    if device.type == "cuda" and cfg.graph:
+        try:
+            run = capture(step, model, optimizer, None if feed else generator)
+        except Exception as e:      # whatever cannot be captured still runs, slower
+            print(f"the step does not fit a CUDA graph ({type(e).__name__}: {str(e).splitlines()[0]}); it runs without")
+    if feed is None:
+        return run
+    first = [True]
+
+    def fed():
+        if not first:
+            for k, x in feed.next().items():
+                inbox[k].copy_(x)
+        first.clear()
+        return run()
+    return fed
 
 
 def capture(step, model, optimizer, generator):
     """The step as one CUDA graph. Warming up must not count as training: weights, optimiser and generators are put back."""
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     moments = {k: {n: x.clone() if torch.is_tensor(x) else x for n, x in s.items()} for k, s in optimizer.state.items()}
-    noise, cuda_noise = generator.get_state(), torch.cuda.get_rng_state()
+    noise, cuda_noise = generator and generator.get_state(), torch.cuda.get_rng_state()
     try:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -236,7 +154,8 @@ def capture(step, model, optimizer, generator):
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(generator)
+        if generator:
+            graph.register_generator_state(generator)
         optimizer.zero_grad(set_to_none=True)
         with torch.cuda.graph(graph):
             log = step()
@@ -246,7 +165,8 @@ def capture(step, model, optimizer, generator):
         for p, s in optimizer.state.items():    # in place: the graph holds these very tensors
             for n, x in s.items():
                 x.copy_(moments[p][n]) if p in moments else x.zero_()
-        generator.set_state(noise)
+        if generator:
+            generator.set_state(noise)
         torch.cuda.set_rng_state(cuda_noise)
 
     def replay():
@@ -304,7 +224,7 @@ class Log:
     There is no clock in it, so that a resumed run writes the very file of an uninterrupted one.
     """
     COLUMNS = ["step", "model", "env", "dataset", "source", "seed", "lr", "loss", "checkpoint", "start", "target", "episodes",
-               "return_mean", "return_std", "score", "success", "length", "abs_error", "error_of_mean"]
+               "return_mean", "return_std", "score", "success", "length", "achieved_mean", "abs_error", "error_of_mean"]
 
     def __init__(self, path, meta):
         self.path, self.columns, self.rows = path, list(self.COLUMNS), []
@@ -329,20 +249,25 @@ def prepare(cfg, values, origin, trajectories=None):
     """(model, windows, meta, trajectories), on the device. meta is all that acting needs besides the weights, in tensors and plain Python."""
     device, env = pick_device(cfg.device), data.ENVS.get(cfg.env) if trajectories is None else None
     goal = values["goal"] != "none"
-    t = data.load(cfg.env, cfg.source, cfg.data, goal) if trajectories is None else trajectories
+    t = data.load(cfg.env, cfg.source, cfg.data, goal, cfg.transitions) if trajectories is None else trajectories
     if cfg.pct_traj < 1:
         t = t.top(cfg.pct_traj)
     goal_dim = t.goals.shape[1] if goal and t.goals is not None else 0
     act_dim = t.n_actions or t.actions.shape[1]
-    model = build_model(cfg, values, origin, t.states.shape[1] + goal_dim, act_dim, t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
+    model = build_model(cfg, values, origin, t.state_shape if t.stack else (t.states.shape[1] + goal_dim,), act_dim,
+                        t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
     if cfg.rtg_scale is None or not holds("rtg_scale", origin, t.source):
         cfg.rtg_scale = env.scale(t.source) if env else max(1.0, float(t.returns.abs().max()))     # nothing known: returns of at most 1
         origin["rtg_scale"] = "environment" if env else "data"
-    windows = Windows(t, values["context_len"], device, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
+    home = device
+    if t.stack and device.type == "cuda" and t.states.numel() > 0.5 * torch.cuda.mem_get_info()[0]:
+        home = torch.device("cpu")      # frames that would fill the GPU stay outside, and batches are sent in ahead of their use
+    windows = Windows(t, values["context_len"], home, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
     # D4RL's AntMaze score is the success rate, not a return: here an episode goes on after success
     meta = dict(
         model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=t.env_spec,
-        layout=t.layout, goal=goal_dim > 0, state_mean=windows.mean, state_std=windows.std, rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale,
+        layout=t.layout, state_shape=list(values["state_shape"]), clip_rewards=t.clip_rewards, goal=goal_dim > 0, state_mean=windows.mean,
+        state_std=windows.std, rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale,
         act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
         max_ep_len=values["max_ep_len"], ref=env.ref if env and env.family != "antmaze" else None,
         starts=env.starts if env else {"random": None}, sample=cfg.sample,
@@ -352,7 +277,7 @@ def prepare(cfg, values, origin, trajectories=None):
 
 def choose_targets(cfg, origin, meta, t, env):
     """Write into meta which returns to ask for, the headline among them, from which starts and in how many episodes; says why in a line."""
-    returns, share, place = t.returns.double().numpy(), 95, ""
+    returns, share, place = t.returns.double().numpy(), 95, " of clipped returns" if t.clip_rewards else ""
     starts = list(meta["starts"])
     if "far" in starts and t.goals is not None:
         maze, pair = env.unwrapped.maze, meta["starts"]["far"]
@@ -382,8 +307,8 @@ def train(trajectories=None, resume=False, **given):
     began = time.time()
     cfg, values, origin = settings(given if trajectories is None else {"env": "arrays"} | given)
     model, windows, meta, t = prepare(cfg, values, origin, trajectories)
-    device = windows.table.device
-    generator = torch.Generator(device).manual_seed(cfg.seed)       # draws batches and nothing else
+    device = next(model.parameters()).device
+    generator = torch.Generator(windows.table.device).manual_seed(cfg.seed)         # draws batches and nothing else
     optimizer = make_optimizer(model, cfg, device)
     envs, note = [], "no evaluation"
     if cfg.eval_episodes and meta["env_spec"] is not None:
@@ -400,7 +325,8 @@ def train(trajectories=None, resume=False, **given):
     log = Log(folder / "log.csv", meta)
     # what decides the numbers; a run is only continued with the same
     fixed = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}
-    fixed |= dict(dataset=t.dataset, data_source=t.source, transitions=len(t), sum_of_states=float(t.states.sum(dtype=torch.float64)),
+    some = t.states[::97] if t.stack else t.states      # gigabytes of frames take long to add up
+    fixed |= dict(dataset=t.dataset, data_source=t.source, transitions=len(t), sum_of_states=float(some.sum(dtype=torch.float64)),
                   sum_of_rewards=float(t.rewards.sum(dtype=torch.float64)))
     done, best, sums, count = 0, None, {}, 0
     if resume:
@@ -421,17 +347,18 @@ def train(trajectories=None, resume=False, **given):
 
     def save_all():
         log.write()
-        save(optimizer=optimizer.state_dict(), generator=generator.get_state(), torch_rng=torch.get_rng_state(), best=best, sums=sums, count=count,
-             columns=log.columns, rows=log.rows, cuda_rng=torch.cuda.get_rng_state() if device.type == "cuda" else None)
+        save(optimizer=optimizer.state_dict(), generator=feed.state if feed else generator.get_state(), torch_rng=torch.get_rng_state(), best=best,
+             sums=sums, count=count, columns=log.columns, rows=log.rows, cuda_rng=torch.cuda.get_rng_state() if device.type == "cuda" else None)
 
     def play(plan, player=model, checkpoint="last", step=None):
         rows = evaluate(player, meta, plan, cfg.seed, envs, cfg.sample)
         for row in rows:
-            log.add(step=step or done, checkpoint=checkpoint, **{k: x for k, x in row.items() if k != "returns"})
+            log.add(step=step or done, checkpoint=checkpoint, **{k: x for k, x in row.items() if k not in ("returns", "achieved")})
         return rows
 
     model.train()
-    step = make_step(model, windows, optimizer, cfg, generator)
+    feed = Prefetch(windows, cfg.batch_size, generator, device) if windows.table.device != device else None
+    step = make_step(model, windows, optimizer, cfg, generator, feed)
     log_every, save_every = max(1, cfg.steps // 100), max(1, cfg.steps // 20)
     eval_every = max(1, cfg.steps // 4) if cfg.eval_every is None else cfg.eval_every
     quick = [(s, x, min(n, 10)) for s, x, n in meta["plan"] if s == list(meta["starts"])[-1]]       # played on the way
@@ -499,11 +426,14 @@ def train(trajectories=None, resume=False, **given):
 def check_environment(env, meta):
     """Refuse, before training, an environment whose states or actions are not those of the data."""
     state, goal = data.observe(env.reset(seed=0)[0], meta["layout"])
-    got, want = len(state) + (len(goal) if meta["goal"] else 0), len(meta["state_mean"])
+    if meta["layout"]["stack"]:
+        got, want = list(state.shape), meta["state_shape"][1:]
+    else:
+        got, want = len(state) + (len(goal) if meta["goal"] else 0), len(meta["state_mean"])
     space = env.action_space
     actions = getattr(space, "n", None) if meta["n_actions"] else (space.shape or [0])[-1]
     if got != want or actions != meta["act_dim"]:
-        raise UserError(f"{meta['dataset']} does not fit its environment: states have {want} numbers there and {got} in the environment, actions "
+        raise UserError(f"{meta['dataset']} does not fit its environment: states have {want} numbers there and {got} in the environment; actions "
                         f"{meta['act_dim']} and {space}")
 
 
@@ -554,12 +484,15 @@ def bench(updates, given):
     """Time whole updates, batch sampling included, on random data of the environment's shape; the last line printed is JSON."""
     cfg, values, origin = settings(given)
     env, g = data.get_env(cfg.env), np.random.default_rng(0)
-    T, E = env.max_ep_len, -(-200_000 // env.max_ep_len)
+    N, T = (20_000, 1000) if env.stack else (200_000, env.max_ep_len)
+    E = -(-N // T)
     goals = g.standard_normal((E * T, env.goal_dim), np.float32) if env.goal_dim else None
-    t = data.Trajectories(g.standard_normal((E * T, env.state_dim), np.float32), g.uniform(-1, 1, (E * T, env.act_dim)),
-                          g.standard_normal(E * T, np.float32), [T] * E, goals=goals, dataset="random numbers", max_ep_len=T)
+    states = g.integers(0, 256, (E * T, *env.state_shape[1:]), np.uint8) if env.stack else g.standard_normal((E * T, env.state_dim), np.float32)
+    actions = g.integers(0, env.act_dim, E * T) if env.discrete else g.uniform(-1, 1, (E * T, env.act_dim))
+    t = data.Trajectories(states, actions, g.standard_normal(E * T, np.float32), [T] * E, goals=goals, dataset="random numbers", max_ep_len=T,
+                          n_actions=env.act_dim if env.discrete else None, stack=env.stack)
     model, windows, _, _ = prepare(cfg, values, origin, t)
-    device = windows.table.device
+    device = next(model.parameters()).device
     sizes = counters(model, values)
     model.train()
     optimizer = make_optimizer(model, cfg, device)
@@ -594,7 +527,8 @@ def show(given):
     env, sizes = data.ENVS.get(cfg.env), None
     if env:
         goal_dim = env.goal_dim if values["goal"] != "none" else 0
-        sizes = counters(build_model(cfg, values, origin, env.state_dim + goal_dim, env.act_dim, False, env.max_ep_len, goal_dim), values)
+        shape = env.state_shape if env.stack else (env.state_dim + goal_dim,)
+        sizes = counters(build_model(cfg, values, origin, shape, env.act_dim, env.discrete, env.max_ep_len, goal_dim), values)
         if cfg.rtg_scale is None or not holds("rtg_scale", origin, cfg.source):
             cfg.rtg_scale, origin["rtg_scale"] = env.scale(cfg.source), "environment"
         if not holds("targets", origin, cfg.source):
@@ -606,69 +540,6 @@ def show(given):
 
 
 # --------------------------------------------------------------------------- command line
-
-def convert(kind, text):
-    """A flag's text as its field's type."""
-    if kind is bool:
-        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
-            raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-        return text.lower() in ("true", "1", "yes")
-    if text.lower() == "none":
-        return None
-    try:
-        return kind(text.replace("_", "")) if kind is int else kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
-
-
-def parse(argv):
-    """(options of the command, {field: value}) from the command line; flags are made from the dataclasses' fields."""
-    model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    model.add_argument("--model", default=TrainConfig.model)
-    name = model.parse_known_args(argv)[0].model
-    if name not in MODELS:
-        raise UserError(f"no model is called {name!r}; {nearest(name, MODELS)}")
-    module = importlib.import_module(f"models.{name}")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                                     argument_default=argparse.SUPPRESS)
-    parser.add_argument("--show", action="store_true", help="print every setting and where it came from, and stop")
-    parser.add_argument("--bench", type=int, metavar="N", help="time N updates; no evaluation")
-    parser.add_argument("--resume", action="store_true", help="go on with the last run of this name; give the same flags again")
-    parser.add_argument("--seeds", type=int, nargs="+", help="train one run for each seed and print one table")
-    parser.add_argument("--no-goal", "--no_goal", dest="goal", action="store_const", const="none", help="mazes: hide the goal from the model")
-    for config in (TrainConfig, module.Config):
-        hints = typing.get_type_hints(config)
-        group = parser.add_argument_group(f"{config.__module__}.{config.__name__}")
-        for f in dataclasses.fields(config):
-            kind, args = hints[f.name], {}
-            options = [a for a in typing.get_args(kind) if a is not type(None)]
-            if typing.get_origin(kind) is typing.Literal:
-                args = dict(choices=options)
-            else:
-                if type(None) in typing.get_args(kind):
-                    kind = options[0]
-                if typing.get_origin(kind) is tuple:
-                    args, kind = dict(nargs="+"), typing.get_args(kind)[0]
-                elif kind is bool:
-                    args = dict(nargs="?", const=True)
-                args["type"] = lambda text, kind=kind: convert(kind, text)
-                args["metavar"] = kind.__name__.upper()
-            names = dict.fromkeys(["--" + f.name, "--" + f.name.replace("_", "-")])
-            group.add_argument(*names, dest=f.name, help=f"default {f.default}", **args)
-    flags = [s for a in parser._actions for s in a.option_strings]
-
-    def error(message):
-        raise UserError(message)
-    parser.error = error
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        word = unknown[0].split("=")[0]
-        raise UserError(f"{name} has no flag {word}; {nearest(word, flags)}" if word.startswith("-")
-                        else f"what is {word!r}? Settings are given as --name value")
-    given = {k: (None if v == [None] else tuple(v)) if isinstance(v, list) and k != "seeds" else v for k, v in vars(args).items()}
-    options = {k: given.pop(k, None) for k in ("show", "bench", "resume", "seeds")}
-    return options, given
-
 
 def main():
     options, given = parse(sys.argv[1:])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import settings  # noqa: E402
 import train  # noqa: E402
 from data import ENVS, Trajectories, Windows, load_d4rl, make_env  # noqa: E402
 from eval import evaluate  # noqa: E402
@@ -78,7 +79,7 @@ def main():
         toy = Trajectories(g.standard_normal((2000, env.state_dim)), g.uniform(-1, 1, (2000, env.act_dim)), g.random(2000), [100] * 20,
                            goals=g.standard_normal((2000, 2)) if env.goal_dim else None, max_ep_len=env.max_ep_len, action_low=-1.0, action_high=1.0,
                            env_spec={"id": env.id, "kwargs": env.kwargs})
-        cfg, values, origin = train.settings(dict(env=name, size="small"))
+        cfg, values, origin = settings.settings(dict(env=name, size="small"))
         model, _, meta, _ = train.prepare(cfg, values, origin, toy)
         envs = [make_env(meta["env_spec"]) for _ in range(20)]
         together, rows = timed(lambda: evaluate(model, meta, [("random", 1.0, 20)], envs=envs))      # noqa: B023

@@ -7,13 +7,13 @@ import dataclasses
 
 import pytest
 
-import train
+import settings
 
 LOCOMOTION = [f"{e}-{s}" for e in ("hopper", "halfcheetah", "walker2d") for s in ("medium", "medium-replay", "medium-expert")]
 
 
 def used(model, env):
-    cfg, values, _ = train.settings(dict(model=model, env=env, size="paper"))
+    cfg, values, _ = settings.settings(dict(model=model, env=env, size="paper"))
     return dataclasses.asdict(cfg) | values
 
 
@@ -117,8 +117,8 @@ def test_dm_scales_and_targets_are_the_released_ones(env, scale, targets):
     check("dm", env, rtg_scale=scale, targets=targets)
 
 
-@pytest.mark.parametrize("model", train.MODELS)
+@pytest.mark.parametrize("model", settings.MODELS)
 @pytest.mark.parametrize("env", ["pointmaze-umaze", "antmaze-umaze", "hopper-medium", "kitchen-mixed"])
 def test_small_sizes_take_the_environments_own_return_scale(model, env):
     """A paper's scale of 1 leaves returns of hundreds: a small model then does not follow its target (rank correlation about 0.1, not 0.98)."""
-    assert train.settings(dict(model=model, env=env, size="small"))[0].rtg_scale is None
+    assert settings.settings(dict(model=model, env=env, size="small"))[0].rtg_scale is None

@@ -2,7 +2,6 @@
 
     pytest tests/test_11_data.py
 """
-import dataclasses
 import http.server
 import json
 import os
@@ -431,6 +430,8 @@ def test_every_d4rl_name_of_the_papers_has_its_row():
     names |= {f"kitchen-{x}" for x in ("complete", "partial", "mixed")}
     names |= {f"{m}-{x}" for m in ("maze2d", "pointmaze") for x in ("umaze", "medium", "large")}
     names |= {f"antmaze-{x}" for x in ("umaze", "umaze-diverse", "medium-play", "medium-diverse", "large-play", "large-diverse")}
+    names |= {"breakout", "qbert", "pong", "seaquest", "asterix", "frostbite", "assault", "gopher", "boxing"}
+    names |= {"cheetah-run", "ball-in-cup-catch", "finger-spin", "reacher-easy", "walker-walk"}
     assert names == set(ENVS)
 
 
@@ -441,12 +442,22 @@ REFERENCES = {  # D4RL's infos.py, typed in again
     "relocate": (-6.425911, 4233.877797728884), "kitchen": (0, 4)}
 
 
+# The no-op random player and the gamer of Mnih et al. (2015), Extended Data Table 2, as rounded by DreamerV2
+ATARI = {"breakout": (2, 30), "qbert": (164, 13455), "pong": (-21, 15), "seaquest": (68, 42055), "asterix": (210, 8503), "frostbite": (65, 4335),
+         "assault": (222, 742), "gopher": (258, 2412), "boxing": (0, 12)}
+
+
 @pytest.mark.parametrize("name", ENVS)
 def test_reference_returns_and_sizes_are_those_of_d4rl_and_of_the_environment(name):
     env = ENVS[name]
-    assert env.ref == next(v for k, v in REFERENCES.items() if name == k or name.startswith(k + "-"))
-    assert dataclasses.asdict(env)["max_ep_len"] == env.max_ep_len > 0 and env.rtg_scale > 0 and (env.minari or env.d4rl)
-    assert collect.robotics().spec(env.id).max_episode_steps == env.max_ep_len
+    if env.family == "dmc":
+        assert env.ref is None and env.max_ep_len * env.kwargs["action_repeat"] == 1000
+    elif env.family == "atari":
+        assert env.ref == ATARI[name] and env.max_ep_len * 4 == 108_000
+    else:
+        assert env.ref == next(v for k, v in REFERENCES.items() if name == k or name.startswith(k + "-"))
+        assert collect.robotics().spec(env.id).max_episode_steps == env.max_ep_len
+    assert env.rtg_scale > 0 and (env.minari or env.d4rl or env.family == "dmc")
 
 
 def test_evaluation_starts_from_the_far_pairs_that_the_local_sets_hold():
@@ -455,13 +466,15 @@ def test_evaluation_starts_from_the_far_pairs_that_the_local_sets_hold():
 
 
 @pytest.mark.parametrize("name", ["hopper-medium", "walker2d-medium", "halfcheetah-medium", "ant-medium", "pointmaze-umaze", "antmaze-umaze",
-                                  "pen-human", "hammer-human", "door-human", "relocate-human", "kitchen-complete"])
+                                  "pen-human", "hammer-human", "door-human", "relocate-human", "kitchen-complete", "breakout", "seaquest"])
 def test_the_environment_gives_states_of_the_width_in_its_row(name):
     row = ENVS[name]
     env = data.make_env({"id": row.id, "kwargs": row.kwargs | row.d4rl_kwargs})
     observation, _ = env.reset(seed=0)
-    state, goal = data.observe(observation, {"first": 27 if row.family in ("ant", "antmaze") else None, "position": row.family == "antmaze"})
-    assert state.shape == (row.state_dim,) and env.action_space.shape == (row.act_dim,) and state.dtype == np.float32
+    state, goal = data.observe(observation, {"first": 27 if row.family in ("ant", "antmaze") else None, "position": row.family == "antmaze",
+                                             "stack": row.stack})
+    assert state.shape == (row.state_shape[1:] or row.state_shape) and state.dtype == (np.uint8 if row.stack else np.float32)
+    assert env.action_space.n == row.act_dim if row.discrete else env.action_space.shape == (row.act_dim,)
     assert (0 if goal is None else len(goal)) == row.goal_dim
     env.close()
 

@@ -45,8 +45,10 @@ class Recorder(torch.nn.Module):
         return self.rule(states)
 
 
-META = dict(model="dt", env="counter", dataset="d", source="s", env_spec={"id": "Counter", "kwargs": {}}, layout={"first": None, "position": False},
-            goal=False, state_mean=torch.tensor([1.0, 0.0]), state_std=torch.tensor([2.0, 1.0]), rtg_scale=10.0, reward_scale=2.0, act_dim=1,
+META = dict(model="dt", env="counter", dataset="d", source="s", env_spec={"id": "Counter", "kwargs": {}},
+            layout={"first": None, "position": False, "stack": 0},
+            clip_rewards=False, goal=False, state_mean=torch.tensor([1.0, 0.0]), state_std=torch.tensor([2.0, 1.0]),
+            rtg_scale=10.0, reward_scale=2.0, act_dim=1,
             n_actions=None, action_start=0, action_low=torch.tensor([-2.0]), action_high=torch.tensor([2.0]), max_ep_len=10, ref=(0.0, 50.0),
             starts={"random": None, "far": {"cell": 1}}, sample=False)
 
@@ -163,13 +165,13 @@ def test_rank_correlation_by_hand_with_ties():
 
 def test_alignment_is_over_episodes_and_not_over_means():
     """Errors of +10 and -10 average to zero; per episode they are 10 (RADT paper, Eq. 4)."""
-    a = alignment([dict(target=50.0, episodes=2, returns=[40.0, 60.0]), dict(target=90.0, episodes=1, returns=[90.0])])
+    a = alignment([dict(target=50.0, episodes=2, achieved=[40.0, 60.0]), dict(target=90.0, episodes=1, achieved=[90.0])])
     assert a["abs_error"] == pytest.approx(20 / 3) and a["episodes"] == 3
 
 
 def test_the_table_prints_zeros_as_zeros_and_stars_the_headline():
     row = dict(start="far", target=5.0, episodes=2, returns=[0.0, 0.0], return_mean=0.0, return_std=0.0, score=0.0, success=0.0, length=3.0,
-               abs_error=5.0, error_of_mean=5.0)
+               achieved=[0.0, 0.0], achieved_mean=0.0, abs_error=5.0, error_of_mean=5.0)
     text = table([row, row | dict(target=6.0, score=None, success=None)], headline=5.0)
     assert "5.0*" in text and "0.0 ±    0.0     0.0    0.0 %" in text and text.splitlines()[2].split()[6:8] == ["-", "-"]
 
@@ -177,6 +179,6 @@ def test_the_table_prints_zeros_as_zeros_and_stars_the_headline():
 def test_seeds_are_summed_up_by_mean_and_students_interval():
     """Three values 1, 2, 3: mean 2, standard error 1/sqrt(3), times 4.30 for two degrees of freedom."""
     def rows(x):
-        return [dict(start="far", target=1.0, return_mean=x, score=None, success=None, abs_error=x, episodes=1, returns=[x])]
+        return [dict(start="far", target=1.0, return_mean=x, score=None, success=None, abs_error=x, episodes=1, returns=[x], achieved=[x])]
     text = E.seeds_table([rows(1.0), rows(2.0), rows(3.0)])
     assert "2.0 ± 2.5" in text and f"{4.30 / math.sqrt(3):.1f}" == "2.5"

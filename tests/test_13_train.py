@@ -23,6 +23,7 @@ from minari.data_collector import EpisodeBuffer
 from test_11_data import box, make_set, store, write_hdf5
 
 import data
+import settings as cfgs
 import train as T
 from data import Trajectories, UserError
 from eval import load_run
@@ -50,17 +51,18 @@ def test_a_value_comes_from_the_most_particular_place_that_names_it(monkeypatch)
     dt = importlib.import_module("models.dt")
     monkeypatch.setattr(dt, "PRESETS", {"*": dict(lr=1.0, clip=1.0, d=16, warmup=1, steps=1), "hopper": dict(clip=2.0, d=32, warmup=2, steps=2),
                                         "hopper-medium": dict(d=64, warmup=3, steps=3), "small": dict(warmup=4, steps=4)})
-    cfg, values, origin = T.settings(dict(env="hopper-medium", size="small", steps=5))
+    cfg, values, origin = cfgs.settings(dict(env="hopper-medium", size="small", steps=5))
     assert (cfg.batch_size, cfg.lr, cfg.clip, values["d"], cfg.warmup, cfg.steps) == (64, 1.0, 2.0, 64, 4, 5)
     assert [origin[k] for k in ("batch_size", "lr", "clip", "d", "warmup", "steps")] == \
         ["default", 'preset "*"', 'preset "hopper"', 'preset "hopper-medium"', 'preset "small"', "command line"]
-    assert T.settings(dict(env="hopper-medium", size="paper"))[0].warmup == 3
+    assert cfgs.settings(dict(env="hopper-medium", size="paper"))[0].warmup == 3
 
 
 def test_flags_are_made_from_the_fields_and_typed_by_them():
-    options, given = T.parse("--lr 3e-4 --steps 1_000 --use_actions false --targets 1 2.5 --betas .9 .95 --context-len 5 --compile --no-goal".split())
+    line = "--lr 3e-4 --steps 1_000 --use_actions false --targets 1 2.5 --betas .9 .95 --context-len 5 --compile --no-goal"
+    options, given = cfgs.parse(line.split())
     assert given == dict(lr=3e-4, steps=1000, use_actions=False, targets=(1.0, 2.5), betas=(0.9, 0.95), context_len=5, compile=True, goal="none")
-    assert T.parse(["--seeds", "0", "1", "--rtg_scale", "none"]) == (dict(show=None, bench=None, resume=None, seeds=[0, 1]), dict(rtg_scale=None))
+    assert cfgs.parse(["--seeds", "0", "1", "--rtg_scale", "none"]) == (dict(show=None, bench=None, resume=None, seeds=[0, 1]), dict(rtg_scale=None))
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -98,15 +100,15 @@ def test_show_prints_every_value_with_its_source_and_the_models_size():
     lines = {line.split()[0]: line for line in out.splitlines()}
     assert code == 0 and lines["lr"].endswith("command line") and lines["d"].endswith('preset "*"') and lines["state_shape"].endswith("data")
     assert "726,019 params" in out and "198,144 mixer_params" in out
-    fields = {f.name for f in (*dataclasses.fields(T.TrainConfig), *dataclasses.fields(importlib.import_module("models.dt").Config))}
+    fields = {f.name for f in (*dataclasses.fields(cfgs.TrainConfig), *dataclasses.fields(importlib.import_module("models.dt").Config))}
     assert fields <= lines.keys()
 
 
-@pytest.mark.parametrize("name", T.MODELS)
+@pytest.mark.parametrize("name", cfgs.MODELS)
 def test_presets_name_only_fields_that_exist(name):
     module = importlib.import_module(f"models.{name}")
-    known = {f.name for f in (*dataclasses.fields(T.TrainConfig), *dataclasses.fields(module.Config))}
-    families = {"*", "small"} | set(data.ENVS) | {env.family for env in data.ENVS.values()}
+    known = {f.name for f in (*dataclasses.fields(cfgs.TrainConfig), *dataclasses.fields(module.Config))}
+    families = {"*", "small", "small-frames"} | set(data.ENVS) | {env.family for env in data.ENVS.values()}
     assert set(module.PRESETS) <= families
     for key, preset in module.PRESETS.items():
         assert set(preset) <= known, key
@@ -116,7 +118,7 @@ def test_presets_name_only_fields_that_exist(name):
 
 def test_the_learning_rate_warms_up_then_stays_or_falls_to_zero_and_never_climbs_again():
     """Released Atari code forgets to clamp the cosine: with 10 epochs its rate climbs back to three quarters of its peak."""
-    cfg = T.TrainConfig(lr=1.0, warmup=10, steps=110, schedule="cosine")
+    cfg = cfgs.TrainConfig(lr=1.0, warmup=10, steps=110, schedule="cosine")
     rates = [T.learning_rate(cfg, s) for s in range(200)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and rates[60] == pytest.approx(0.5) and rates[110:] == [0.0] * 90
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
@@ -125,7 +127,7 @@ def test_the_learning_rate_warms_up_then_stays_or_falls_to_zero_and_never_climbs
 
 def test_a_step_is_sample_loss_backward_clip_adamw():
     """One update by our function against the same written out with torch.optim.AdamW in its plain form."""
-    cfg, values, origin = T.settings(TINY | dict(clip=0.01, size="small"))
+    cfg, values, origin = cfgs.settings(TINY | dict(clip=0.01, size="small"))
     model, windows, meta, _ = T.prepare(cfg, values, origin, toy())
     reference = type(model)(model.cfg)
     reference.load_state_dict(model.state_dict())
@@ -155,7 +157,7 @@ def test_groups_with_a_rate_of_their_own_are_scaled_and_clipped_apart():
         def loss(self, batch):
             loss = (1000 * self.a + self.b).sum()
             return loss, {"loss": loss.detach()}
-    model, cfg = Two(), T.TrainConfig(lr=0.01, clip=10.0)
+    model, cfg = Two(), cfgs.TrainConfig(lr=0.01, clip=10.0)
     optimizer = T.make_optimizer(model, cfg, torch.device("cpu"))
     T.set_learning_rate(optimizer, 0.01)
     windows = type("W", (), dict(table=torch.zeros(1), sample=lambda *_: {}))
@@ -419,7 +421,7 @@ def test_groups_that_differ_in_decay_alone_are_clipped_by_one_norm():
         def loss(self, batch):
             loss = (30 * self.a + 40 * self.b).sum()
             return loss, {"loss": loss.detach()}
-    model, cfg = Two(), T.TrainConfig(clip=5.0)
+    model, cfg = Two(), cfgs.TrainConfig(clip=5.0)
     windows = type("W", (), dict(table=torch.zeros(1), sample=lambda *_: {}))
     T.make_step(model, windows, T.make_optimizer(model, cfg, torch.device("cpu")), cfg, None)()
     assert [model.a.grad.item(), model.b.grad.item()] == pytest.approx([3, 4], rel=1e-4)
@@ -490,7 +492,7 @@ def test_targets_run_from_the_5th_to_the_95th_percentile_and_a_papers_own_are_fo
     t = Trajectories(np.zeros((101, 1)), np.zeros((101, 1)), np.arange(101.0), [1] * 101)
 
     def choose(source, targets, origin):
-        cfg, meta = T.TrainConfig(targets=targets, eval_episodes=2), dict(starts={"random": None}, source=source)
+        cfg, meta = cfgs.TrainConfig(targets=targets, eval_episodes=2), dict(starts={"random": None}, source=source)
         T.choose_targets(cfg, dict(targets=origin), meta, t, None)
         return [x for _, x, _ in meta["plan"]], meta["headline"]
     assert choose("minari", (3600.0,), 'preset "hopper"') == ([5, 27.5, 50, 72.5, 95], 95)
@@ -505,7 +507,7 @@ def test_the_far_pairs_returns_set_the_targets_of_a_point_maze():
     start, goal = (env.unwrapped.maze.cell_rowcol_to_xy(np.array(far[k])) for k in ("reset_cell", "goal_cell"))
     states = np.concatenate([np.tile(np.append(start, [0, 0]), (10, 1)), np.tile(np.append(goal, [0, 0]), (10, 1))])
     t = Trajectories(states, np.zeros((20, 2)), np.append(np.arange(0, 100, 10.0), [1000.0] * 10), [1] * 20, goals=np.tile(goal, (20, 1)))
-    cfg, meta = T.TrainConfig(eval_episodes=2), dict(starts=data.ENVS["pointmaze-umaze"].starts, source="local")
+    cfg, meta = cfgs.TrainConfig(eval_episodes=2), dict(starts=data.ENVS["pointmaze-umaze"].starts, source="local")
     T.choose_targets(cfg, dict(targets="default"), meta, t, env)
     assert meta["headline"] == 72 and meta["plan"][0] == ("random", 72.0, 10)
     assert [x for s, x, _ in meta["plan"] if s == "far"] == pytest.approx([4.5, 24.8, 45, 65.2, 85.5], abs=0.11), "rounded to a tenth"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_11_data import write_hdf5
 
+import settings
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +32,7 @@ def test_every_python_block_runs_in_order_and_gives_the_shapes_in_its_comments(t
     assert checked >= 7 and len(names["r"]) >= 5 and names["result"]["run"].is_dir()
 
 
-@pytest.mark.parametrize("name", train.MODELS)
+@pytest.mark.parametrize("name", settings.MODELS)
 def test_every_model_has_its_row_with_the_right_number_of_lines(name):
     row = re.search(rf"^\| `{name}` \| \[models/{name}.py\]\(models/{name}.py\) \| (\d+) \|", TEXT, re.M)
     lines = len((ROOT / "models" / f"{name}.py").read_text().splitlines())
@@ -47,7 +48,7 @@ def test_every_file_linked_or_listed_exists():
 
 def test_every_flag_named_is_a_flag_of_some_command():
     help_texts = [subprocess.run([sys.executable, *c.split()], cwd=ROOT, capture_output=True, text=True).stdout
-                  for c in [f"train.py --model {m} --help" for m in train.MODELS] + ["eval.py --help", "data.py --help"]]
+                  for c in [f"train.py --model {m} --help" for m in settings.MODELS] + ["eval.py --help", "data.py --help"]]
     known = set(re.findall(r"--[a-z][\w-]*", " ".join(help_texts)))
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", TEXT)) - {"--index-url"}
     assert len(named) > 15 and named - known == set()

@@ -1,0 +1,359 @@
+"""Frames: replay folders, stacks and windows that never mix episodes, clipped and raw rewards, memory, training on them."""
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import data
+import eval as E
+import frames
+import settings as cfgs
+import train as T
+from data import Prefetch, Trajectories, UserError, Windows
+
+ROOT = Path(__file__).parent.parent
+SIDE = 84
+
+
+def replay(folder, shards=2, episodes=((5, 3), (4, 6)), game="Breakout", blanks=3, cut_tail=True):
+    """A replay in the published layout: the pixels of shard s, episode e, step t are all 50 s + 10 e + t + 1; the reward is t, the action t % 4.
+
+    Every episode begins with blank steps as Dopamine writes them; a last episode of 2 steps without an end follows if cut_tail.
+    """
+    place = folder / game / "1" / "replay_logs"
+    place.mkdir(parents=True)
+    for s in range(shards):
+        obs, act, rew, ter = [], [], [], []
+        for e, T_ in enumerate((*episodes[s], *([2] if cut_tail else []))):
+            for _ in range(blanks):
+                obs.append(0), act.append(0), rew.append(0), ter.append(0)
+            for t in range(T_):
+                obs.append(50 * s + 10 * e + t + 1), act.append(t % 4), rew.append(float(t))
+                ter.append(int(t == T_ - 1 and e < len(episodes[s])))
+        arrays = dict(observation=np.repeat(np.array(obs, np.uint8), SIDE * SIDE).reshape(-1, SIDE, SIDE), action=np.array(act, np.int32),
+                      reward=np.array(rew, np.float32), terminal=np.array(ter, np.uint8))
+        for name, x in arrays.items():
+            with gzip.open(place / f"$store$_{name}_ckpt.{s}.gz", "wb") as f:
+                np.save(f, x, allow_pickle=False)
+    return folder
+
+
+def load(folder, transitions=1000):
+    return data.load("breakout", "dqn", str(folder), transitions=transitions)
+
+
+# ------------------------------------------------------------------ replay folders
+
+def test_a_replay_is_cut_into_its_episodes_without_the_blank_steps_and_without_beginnings_that_are_missing(tmp_path):
+    """Shard 0 begins the agent's life; shard 1 begins inside some episode, whose rest (its first here) is left out."""
+    t = load(replay(tmp_path))
+    assert t.lengths.tolist() == [5, 3, 2, 6, 2] and t.terminated.tolist() == [True, True, False, True, False]
+    assert t.states[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 11, 12, 13, 21, 22, 61, 62, 63, 64, 65, 66, 71, 72]
+    assert (t.states == t.states[:, :1, :1]).all() and t.states.dtype == torch.uint8
+    assert t.actions[:5].tolist() == [0, 1, 2, 3, 0] and t.n_actions == 4
+    assert t.rewards[:5].tolist() == [0, 1, 1, 1, 1]        # cut to [-1, 1]
+    assert t.rtg[:5].tolist() == [4, 4, 3, 2, 1]
+
+
+def test_equal_parts_come_from_every_checkpoint_and_the_second_time_from_the_cache(tmp_path, capsys):
+    replay(tmp_path)
+    t = load(tmp_path, transitions=6)       # 3 of each: one whole episode of each
+    assert t.lengths.tolist() == [5, 6] and "reading" in capsys.readouterr().out
+    again = load(tmp_path, transitions=6)
+    assert torch.equal(again.states, t.states) and torch.equal(again.rtg, t.rtg) and capsys.readouterr().out == ""
+
+
+def test_changed_files_make_a_new_cache(tmp_path):
+    replay(tmp_path)
+    load(tmp_path)
+    place = tmp_path / "Breakout" / "1" / "replay_logs"
+    with gzip.open(place / "$store$_reward_ckpt.0.gz", "wb") as f:
+        np.save(f, np.zeros(19, np.float32))
+    assert load(tmp_path).rewards[:10].abs().max() == 0
+
+
+@pytest.mark.parametrize("inside", ["Breakout/1/replay_logs", "Breakout/1", "Breakout", "."])
+def test_any_folder_on_the_way_down_will_do(tmp_path, inside):
+    replay(tmp_path)
+    assert len(load(tmp_path / inside).lengths) == 5
+
+
+def test_a_replay_of_plain_names_in_numbered_folders_is_read_too(tmp_path):
+    place = replay(tmp_path) / "Breakout" / "1" / "replay_logs"
+    for s in (0, 1):
+        (tmp_path / "plain" / str(s)).mkdir(parents=True)
+        for name in ("observation", "action", "reward", "terminal"):
+            (place / f"$store$_{name}_ckpt.{s}.gz").rename(tmp_path / "plain" / str(s) / f"{name}.gz")
+    assert len(load(tmp_path / "plain").lengths) == 5
+
+
+def file(folder, name, s=0):
+    return folder / "Breakout" / "1" / "replay_logs" / f"$store$_{name}_ckpt.{s}.gz"
+
+
+@pytest.mark.parametrize("name", ["observation", "action", "reward", "terminal"])
+def test_a_cut_array_and_a_missing_one_are_named_with_their_path_and_after_repair_the_same_call_works(tmp_path, name):
+    path = file(replay(tmp_path), name, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="cannot be read") as e:
+        load(tmp_path)
+    assert str(path) in str(e.value) and "again" in str(e.value)
+    path.unlink()
+    with pytest.raises(UserError, match=f"checkpoint 1 lacks its {name} array"):
+        load(tmp_path)
+    path.write_bytes(whole)
+    assert len(load(tmp_path).lengths) == 5
+    assert not [p for p in path.parent.iterdir() if p.name.startswith(".frames-")]
+
+
+@pytest.mark.parametrize("name,x,message", [
+    ("action", np.zeros(18, np.int32), "holds 18 steps"), ("action", np.full(19, 9, np.int32), "action id 9 does not fit .* 4 actions"),
+    ("action", np.zeros(19, np.float32), "cannot be read"), ("reward", np.full(19, np.nan, np.float32), "NaN"),
+    ("terminal", np.full(19, 7, np.uint8), "0 or 1"), ("observation", np.zeros((19, 84, 80), np.uint8), "cannot be read"),
+    ("observation", np.zeros((7, 84, 84), np.uint8), "cannot be read"), ("observation", np.zeros((19, 84, 84), np.float32), "cannot be read"),
+    ("reward", np.array([None] * 19, object), "cannot be read")])
+def test_arrays_that_disagree_are_refused_with_what_and_where(tmp_path, name, x, message):
+    with gzip.open(file(replay(tmp_path), name), "wb") as f:
+        np.save(f, x, allow_pickle=True)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path)
+
+
+def test_folders_without_a_replay_and_games_without_one_are_explained(tmp_path):
+    with pytest.raises(UserError, match="gsutil"):
+        load(tmp_path)
+    with pytest.raises(UserError, match="does not exist|no folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no Atari game"):
+        data.load("hopper-medium", "dqn", str(tmp_path))
+
+
+def test_a_full_disk_is_noticed_before_the_work(tmp_path, monkeypatch):
+    import shutil
+    from types import SimpleNamespace
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
+    with pytest.raises(UserError, match="--transitions"):
+        load(replay(tmp_path))
+
+
+def test_loading_takes_a_fraction_of_the_frames_memory(tmp_path):
+    """20,000 frames are 141 MB; streamed and mapped, they must not be held: 4 stacked copies in memory would be 564."""
+    place = tmp_path / "Pong" / "1" / "replay_logs"
+    place.mkdir(parents=True)
+    n = 20_000
+    terminal = np.zeros(n, np.uint8)
+    terminal[99::100] = 1
+    for name, x in dict(action=np.zeros(n, np.int32), reward=np.zeros(n, np.float32), terminal=terminal).items():
+        with gzip.open(place / f"$store$_{name}_ckpt.0.gz", "wb", 1) as f:
+            np.save(f, x)
+    with gzip.open(place / "$store$_observation_ckpt.0.gz", "wb", 1) as f:
+        np.lib.format.write_array_header_1_0(f, dict(descr="|u1", fortran_order=False, shape=(n, SIDE, SIDE)))
+        for i in range(n):
+            f.write(bytes([1 + i % 200]) * SIDE * SIDE)
+    code = ("import resource, data; import policies.collect; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            f"t = data.load('pong', 'dqn', {str(tmp_path)!r})\n"
+            "print(len(t), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, t.states[12345, 0, 0].item())")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    steps, mib, pixel = run.stdout.splitlines()[-1].split()
+    assert (steps, pixel) == ("20000", str(1 + 12345 % 200)) and float(mib) < 60, mib
+
+
+# ------------------------------------------------------------------ stacks and windows
+
+def counted(lengths=(5, 3, 6), stack=4, **kwargs):
+    """Frames of 4 x 4 whose pixels are 10 times the episode (from 1) plus the step."""
+    x = np.concatenate([10 * (e + 1) + np.arange(n) for e, n in enumerate(lengths)]).astype(np.uint8)
+    x = np.repeat(x, 16).reshape(-1, 4, 4)
+    return Trajectories(x, np.arange(len(x)) % 3, np.arange(len(x)), lengths, n_actions=3, stack=stack, **kwargs)
+
+
+def test_no_stack_and_no_window_mixes_episodes_whatever_transition_it_starts_at():
+    """Against an explicit loop over every start: the pixel says which episode a frame is of, 0 is before its beginning or past its end."""
+    t, K = counted(), 4
+    windows = Windows(t, K)
+    batch = windows.at(torch.arange(len(t)))
+    assert batch["states"].shape == (14, K, 4, 4, 4) and batch["states"].dtype == torch.uint8
+    index = 0
+    for e, n in enumerate((5, 3, 6)):
+        for start in range(n):
+            for k in range(K):
+                for c in range(4):
+                    step = start + k - 3 + c
+                    want = 10 * (e + 1) + step if start + k < n and step >= 0 else 0
+                    got = batch["states"][index, k, c]
+                    assert (got == want).all(), (e, start, k, c)
+                assert batch["mask"][index, k] == (start + k < n)
+            index += 1
+
+
+@pytest.mark.parametrize("stack", [1, 3])
+def test_other_stacks_have_their_own_number_of_frames(stack):
+    batch = Windows(counted(stack=stack), 2).at(torch.tensor([0, 5]))
+    assert batch["states"][:, :, -1, 0, 0].tolist() == [[10, 11], [20, 21]] and batch["states"].shape[2] == stack
+
+
+def test_prefetched_batches_are_those_drawn_directly_and_a_resumed_run_draws_the_same():
+    windows = Windows(counted(), 3)
+    g = torch.Generator().manual_seed(3)
+    want = [windows.sample(4, g) for _ in range(5)]
+    feed = Prefetch(windows, 4, torch.Generator().manual_seed(3), torch.device("cpu"))
+    for batch in want[:3]:
+        assert all(torch.equal(x, batch[k]) for k, x in feed.next().items())
+    g2 = torch.Generator()
+    g2.set_state(feed.state)
+    rest = Prefetch(windows, 4, g2, torch.device("cpu"))
+    for batch in want[3:]:
+        assert all(torch.equal(x, batch[k]) for k, x in rest.next().items())
+
+
+def test_a_step_fed_from_outside_equals_a_step_that_draws_its_own(tmp_path):
+    results = []
+    for fed in (False, True):
+        t = big()
+        cfg, values, origin = cfgs.settings(dict(env="arrays", size="small", **SMALL))
+        model, windows, _, _ = T.prepare(cfg, values, origin, t)
+        g = torch.Generator().manual_seed(0)
+        feed = Prefetch(windows, cfg.batch_size, g, torch.device("cpu")) if fed else None
+        optimizer = T.make_optimizer(model, cfg, torch.device("cpu"))
+        step = T.make_step(model.train(), windows, optimizer, cfg, g, feed)
+        results.append([float(step()["loss"]) for _ in range(4)])
+    assert results[0] == results[1]
+
+
+def test_clipped_rewards_make_clipped_returns_and_the_raw_ones_are_kept():
+    t = counted(clip_rewards=True)
+    assert t.returns.tolist() == [4, 3, 6] and t.raw_returns.tolist() == [10, 18, 63]
+    assert t.top(0.3).raw_returns.tolist() == [63] and "own points" in t.summary() and "clipped returns" in t.summary()
+    assert counted().returns.tolist() == [10, 18, 63] and "own points" not in counted().summary()
+
+
+def test_images_become_gray_and_small():
+    g = np.random.default_rng(0)
+    x = g.integers(0, 256, (3, 168, 168, 3), np.uint8)
+    y = frames.gray(x)
+    luminance = x @ np.array([0.299, 0.587, 0.114])
+    want = luminance.reshape(3, 84, 2, 84, 2).mean((2, 4))
+    assert y.shape == (3, 84, 84) and y.dtype == np.uint8 and np.abs(y - want).max() <= 1.1
+    stacked = g.integers(0, 256, (3, 4, 84, 84), np.uint8)
+    assert np.array_equal(frames.gray(stacked), stacked[:, -1]) and np.array_equal(frames.gray(stacked.transpose(0, 2, 3, 1)), stacked[:, -1])
+    with pytest.raises(UserError):
+        frames.gray(x.astype(np.float32))
+
+
+# ------------------------------------------------------------------ training and acting
+
+SMALL = dict(model="dt", steps=6, batch_size=3, context_len=3, n_layer=1, n_head=2, d=16, device="cpu", position="window", lr=1e-3)
+
+
+def big(n=40, **kwargs):
+    g = np.random.default_rng(0)
+    return Trajectories(g.integers(0, 256, (n, 36, 36), np.uint8), g.integers(0, 3, n), g.standard_normal(n) * 3, [n // 2, n - n // 2],
+                        n_actions=3, stack=2, **kwargs)
+
+
+class Screen(gymnasium.Env):
+    """A frame whose pixels are the step's number; the reward is 3, then -3, and so on; 7 + seed % 3 steps."""
+    observation_space, action_space = gymnasium.spaces.Box(0, 255, (36, 36), np.uint8), gymnasium.spaces.Discrete(3)
+
+    def reset(self, seed=None, options=None):
+        self.t, self.n = 1, 7 + seed % 3
+        return np.full((36, 36), self.t, np.uint8), {}
+
+    def step(self, action):
+        assert isinstance(action, int)
+        self.t += 1
+        return np.full((36, 36), self.t, np.uint8), 3.0 if self.t % 2 == 0 else -3.0, self.t == self.n + 1, False, {}
+
+
+gymnasium.register("Screen-v0", entry_point=f"{__name__}:Screen", max_episode_steps=20)
+
+
+class Watcher(torch.nn.Module):
+    def __init__(self, K):
+        super().__init__()
+        from types import SimpleNamespace
+        self.cfg, self.seen, self.weight = SimpleNamespace(context_len=K), [], torch.nn.Parameter(torch.zeros(1))
+
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
+        self.seen.append((states[..., 0, 0].clone(), rewards[..., 0].clone(), rtg[..., 0].clone(), timesteps.clone()))
+        memory["rows"] = states[:, -1, -1, 0, 0]
+        return torch.zeros(len(states), dtype=torch.int64)
+
+
+META = dict(n_actions=3, action_start=0, layout={"stack": 2}, state_shape=[2, 36, 36], max_ep_len=8, act_dim=3, clip_rewards=True, rtg_scale=2.0,
+            reward_scale=1.0, goal=False, dataset="d", state_mean=None, state_std=None)
+
+
+def test_acting_stacks_as_training_does_keeps_the_last_steps_only_and_counts_clipped_rewards():
+    K = 2
+    model, envs = Watcher(K), [Screen() for _ in range(3)]
+    for env in envs:
+        env.spec = None
+    # the longest episode has 9 steps, and the history kept at a time is 4 K = 8: the shift is passed
+    out = E.rollout(model, META | dict(max_ep_len=12), envs, np.array([5.0, 5.0, 5.0]), [0, 1, 2])
+    assert out["length"].tolist() == [7, 8, 9] and out["return"].tolist() == [3, 0, 3] and out["achieved"].tolist() == [1, 0, 1]
+    for t, (states, rewards, rtg, timesteps) in enumerate(model.seen):
+        alive = [i for i in range(3) if t < 7 + i]
+        steps = list(range(max(0, t - K + 1), t + 1))
+        for states_row, rewards_row, rtg_row, times in zip(states, rewards, rtg, timesteps, strict=True):
+            assert states_row.tolist() == [[s, s + 1] for s in steps]           # pixels: step + 1, and 0 before the beginning
+            assert times.tolist() == steps
+            assert rewards_row[:-1].tolist() == [1.0 if s % 2 == 0 else -1.0 for s in steps[:-1]]
+            assert rtg_row.tolist() == [(5 - s % 2) / 2 for s in steps]         # +1, 0, +1, ... collected so far
+        assert len(states) == len(alive)
+
+
+def test_rows_of_the_memory_leave_with_their_episodes():
+    class Strict(Watcher):
+        def act(self, states, *rest, memory=None, **kw):
+            if memory:
+                assert torch.equal(memory["rows"] + 1, states[:, -1, -1, 0, 0])
+            return super().act(states, *rest, memory=memory, **kw)
+    envs = [Screen() for _ in range(3)]
+    for env in envs:
+        env.spec = None
+    E.rollout(Strict(2), META | dict(max_ep_len=12), envs, np.array([5.0] * 3), [2, 0, 1])
+
+
+@pytest.mark.parametrize("model", cfgs.MODELS)
+def test_every_model_trains_on_frames_and_its_run_is_played_again_from_its_folder_alone(model, tmp_path):
+    t = big(env_spec={"id": "Screen-v0", "kwargs": {}}, clip_rewards=True)
+    extra = dict(patch=12, step_d=8, step_heads=2) if model == "starformer" else {}
+    known = {f.name for f in __import__("dataclasses").fields(__import__(f"models.{model}", fromlist=["Config"]).Config)}
+    given = {k: v for k, v in SMALL.items() if k in known | {"model", "steps", "batch_size", "device", "lr"} and (k, model) != ("position", "radt")}
+    result = T.train(t, **given | extra | dict(model=model, size="small", eval_episodes=2, out=str(tmp_path)))
+    assert result["meta"]["state_mean"] is None and result["meta"]["clip_rewards"]
+    row = result["rows"][0]
+    assert row["achieved"] != row["returns"] or row["achieved"] == [0, 0]
+    loaded, meta = E.load_run(result["run"])
+    again = E.evaluate(loaded, meta, meta["plan"])
+    assert [r["returns"] for r in again] == [r["returns"] for r in result["rows"]]
+    text = (result["run"] / "table.txt").read_text()
+    assert "achieved" in text and "[-1, 1]" in text
+
+
+def test_an_environment_of_other_frames_is_refused_before_training(tmp_path):
+    g = np.random.default_rng(0)
+    t = Trajectories(g.integers(0, 256, (20, 40, 40), np.uint8), g.integers(0, 3, 20), g.random(20), [20], n_actions=3, stack=2,
+                     env_spec={"id": "Screen-v0", "kwargs": {}})
+    with pytest.raises(UserError, match="does not fit"):
+        T.train(t, **SMALL | dict(out=str(tmp_path), size="small"))
+
+
+def test_bench_and_show_take_frames():
+    for flags in ("--bench 2 --batch_size 2 --context_len 2 --n_layer 1 --d 16 --n_head 2", "--show"):
+        command = [sys.executable, "train.py", "--env", "breakout", "--size", "small", *flags.split()]
+        strict = os.environ | {"PYTHONWARNINGS": "error::UserWarning"}
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=strict)
+        assert run.returncode == 0, run.stderr
+        last = run.stdout.splitlines()[-1]
+        assert json.loads(last)["ms_per_step"] > 0 if "bench" in flags else "params" in last
