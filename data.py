@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from envs import D4RL_URL, ENVS, Env, UserError, flat, get_env, make_env, nearest, observe  # noqa: F401 (part of this module's face)
+from envs import D4RL_URL, ENVS, Env, UserError, describe, flat, get_env, make_env, nearest, observe  # noqa: F401 (part of this module's face)
 from frames import SIDE, gray, load_replay
 from policies import collect
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from policies import collect
+from policies import collect, screens
 
 
 class UserError(Exception):
@@ -147,6 +147,11 @@ def make_env(spec, **kwargs):
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError, OSError, ValueError, KeyError, AssertionError, RuntimeError) as e:
         raise UserError(f"the environment {spec['id']} cannot be made: {e}\n"
                         "Is the package that registers it installed? To train without acting, add --eval_episodes 0") from e
+
+
+def describe(env, before=""):
+    """What a frame environment does between two frames, in a line; "" for others."""
+    return before + screens.describe(env) if env.spec and screens.ours(env.spec.id) else ""
 
 
 def flat(x):

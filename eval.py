@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import UserError, make_env, nearest, observe, run_command
+from data import UserError, describe, make_env, nearest, observe, run_command
 
 ROWS = 50       # episodes played side by side
 
@@ -323,6 +323,7 @@ def command_line():
     parser.add_argument("--start", help="which start of the environment; default: all of them")
     parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sticky", type=float, help="Atari: probability that the emulator repeats an action; default: the run's own, 0")
     parser.add_argument("--zero", nargs="+", choices=["rtg", "states", "actions"], default=[])
     parser.add_argument("--video", metavar="FILE")
     parser.add_argument("--device", default="auto")
@@ -336,6 +337,10 @@ def command_line():
     model, meta = load_run(args.run, args.checkpoint, pick_device(args.device))
     if meta["env_spec"] is None:
         raise UserError(f"{meta['dataset']} names no environment to act in")
+    if args.sticky is not None:
+        if not 0 <= args.sticky < 1 or not isinstance(meta["env_spec"], dict) or not meta["env_spec"]["id"].startswith("ALE/"):
+            raise UserError("--sticky is a probability, from 0 to below 1, for Atari games")
+        meta["env_spec"]["kwargs"]["sticky"] = args.sticky
     if args.start and args.start not in meta["starts"]:
         raise UserError(f"--start {args.start}: {nearest(args.start, meta['starts'])}")
     starts = [args.start] if args.start else list(meta["starts"])
@@ -347,7 +352,10 @@ def command_line():
         plan = [(s, t, args.episodes or n) for s, t, n in meta["plan"] if s in starts]
     print(f"{title(meta)}, {args.checkpoint} checkpoint (update {meta['step']:,}), seed {args.seed}"
           + (f", without {' and '.join(args.zero)}" if args.zero else ""))
-    print(table(evaluate(model, meta, plan, args.seed, sample=meta["sample"], zero=args.zero), meta["headline"]))
+    envs = [make_env(meta["env_spec"])]
+    if text := describe(envs[0]):
+        print(text)
+    print(table(evaluate(model, meta, plan, args.seed, envs, meta["sample"], args.zero), meta["headline"]))
     if args.video:
         target = args.targets[0] if args.targets else meta["headline"]
         got = film(model, meta, args.video, starts[-1], target, args.seed, meta["sample"], args.zero)

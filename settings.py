@@ -46,6 +46,7 @@ class TrainConfig:
     targets: tuple[float, ...] | None = None
     eval_episodes: int = 10                 # per target; 0: no evaluation, and no environment is made
     eval_every: int | None = None           # None: four times a run; 0: at the end only
+    sticky: float = 0.0                     # Atari: probability that the emulator repeats an action while evaluating; 0.25 in the data
     sample: bool = False                    # discrete actions are drawn while evaluating, not the likeliest taken
     device: str = "auto"
     amp: bool = True                        # CUDA: bfloat16 autocast
@@ -103,6 +104,8 @@ def settings(given):
         raise UserError(f"--transitions must be at least 1, and --lr_floor a share from 0 to 1; not {cfg.transitions} and {cfg.lr_floor}")
     if not 0 < cfg.pct_traj <= 1:
         raise UserError(f"--pct_traj must be above 0 and at most 1, not {cfg.pct_traj}")
+    if not 0 <= cfg.sticky < 1:
+        raise UserError(f"--sticky is a probability, from 0 to below 1, not {cfg.sticky}")
     if min(cfg.eval_episodes, cfg.eval_every or 0, cfg.warmup) < 0 or not (cfg.rtg_scale is None or cfg.rtg_scale > 0):
         raise UserError("--eval_episodes, --eval_every and --warmup must not be negative, and --rtg_scale must be above 0")
     if min(value[k] for k in ("context_len", "n_layer", "n_head", "d", "max_ep_len")) < 1 or value["d"] % value["n_head"]:

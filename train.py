@@ -263,9 +263,12 @@ def prepare(cfg, values, origin, trajectories=None):
     if t.stack and device.type == "cuda" and t.states.numel() > 0.5 * torch.cuda.mem_get_info()[0]:
         home = torch.device("cpu")      # frames that would fill the GPU stay outside, and batches are sent in ahead of their use
     windows = Windows(t, values["context_len"], home, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
+    spec = t.env_spec
+    if isinstance(spec, dict) and spec["id"].startswith("ALE/"):
+        spec = dict(spec, kwargs=spec["kwargs"] | {"sticky": cfg.sticky})
     # D4RL's AntMaze score is the success rate, not a return: here an episode goes on after success
     meta = dict(
-        model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=t.env_spec,
+        model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=spec,
         layout=t.layout, state_shape=list(values["state_shape"]), clip_rewards=t.clip_rewards, goal=goal_dim > 0, state_mean=windows.mean,
         state_std=windows.std, rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale,
         act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
@@ -314,7 +317,7 @@ def train(trajectories=None, resume=False, **given):
     if cfg.eval_episodes and meta["env_spec"] is not None:
         envs.append(data.make_env(meta["env_spec"]))
         check_environment(envs[0], meta)
-        note = choose_targets(cfg, origin, meta, t, envs[0])
+        note = choose_targets(cfg, origin, meta, t, envs[0]) + data.describe(envs[0], "\n")
     folder = run_folder(cfg, resume)
     if t.source == "d4rl" and cfg.env in data.ENVS and data.ENVS[cfg.env].note:
         note += f"\nnote: {data.ENVS[cfg.env].note}"
