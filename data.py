@@ -28,19 +28,23 @@ from policies import collect
 
 # --------------------------------------------------------------------------- trajectories
 
+HUGE = 1e30     # returns, means and bounds of numbers up to it still fit into float32
+
+
 def numbers(x, shape, what):
-    """x as a float32 array of this shape (-1: any one size), not copied if it is one already. Raises UserError if it is not finite."""
+    """x as a float32 array of this shape (-1: any one size), not copied if it is one already. Raises UserError if it is not finite or HUGE."""
     x = np.asarray(x)
     if len(shape) == 1 and x.ndim == 2 and x.shape[1] == 1:
         x = x[:, 0]
-    if x.dtype.kind not in "fiub" or x.ndim != len(shape) or x.shape[0] != shape[0]:
+    if x.dtype.kind not in "fiub" or x.ndim != len(shape) or x.shape[0] != shape[0] or 0 in x.shape:
         wanted = ", ".join("any" if n < 0 else str(n) for n in shape)
         raise UserError(f"{what} have shape {x.shape} and type {x.dtype}; ({wanted}) numbers are needed")
-    x = np.ascontiguousarray(x, np.float32)
-    if not np.isfinite(x.sum(dtype=np.float64)):        # one quick pass; the search runs only if it fails
-        bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))
-        if len(bad):
-            raise UserError(f"{what} hold NaN or infinity in {len(bad)} of {len(x)} transitions, the first at transition {bad[0]}")
+    with np.errstate(over="ignore"):        # what float32 cannot hold becomes infinity, and is refused as that
+        x = np.ascontiguousarray(x, np.float32)
+    if not (x.min() >= -HUGE and x.max() <= HUGE):      # two quick passes that NaN fails too; the search runs only then
+        bad = np.flatnonzero(~(np.abs(x.reshape(len(x), -1)) <= HUGE).all(1))
+        kind = f"numbers beyond {HUGE:g}" if np.isfinite(x[bad]).all() else "NaN or infinity"
+        raise UserError(f"{what} hold {kind} in {len(bad)} of {len(x)} transitions, the first at transition {bad[0]}")
     return x
 
 
@@ -75,8 +79,8 @@ class Trajectories:
             raise UserError(f"{dataset}: episode {int(lengths.argmin())} is empty")
         if not self.stack:
             states = numbers(states, (N, -1), f"{dataset}: states")
-        elif len(states) != N:
-            raise UserError(f"{dataset}: {len(states):,} frames for episodes of {N:,} steps")
+        elif len(states) != N or 0 in states.shape:
+            raise UserError(f"{dataset}: frames of shape {states.shape} for episodes of {N:,} steps")
         rewards = numbers(rewards, (N,), f"{dataset}: rewards")
         self.states, self.clip_rewards = torch.from_numpy(states), clip_rewards
         self.raw_returns = np.add.reduceat(rewards.astype(np.float64), lengths.cumsum() - lengths)      # (E,)
@@ -86,8 +90,8 @@ class Trajectories:
         self.n_actions, self.action_start, self.clipped = n_actions and int(n_actions), int(action_start), 0
         if n_actions is not None:
             a = np.asarray(actions)
-            if a.dtype.kind not in "iub" or a.size != N:
-                raise UserError(f"{dataset}: {a.size} actions of type {a.dtype} for {N} choices among {n_actions}")
+            if a.dtype.kind not in "iub" or a.shape not in ((N,), (N, 1)):
+                raise UserError(f"{dataset}: actions of shape {a.shape} and type {a.dtype} for {N} choices among {n_actions}")
             a = a.reshape(N).astype(np.int64) - action_start
             wrong = a[(a < 0) | (a >= n_actions)]
             if len(wrong):
@@ -197,6 +201,32 @@ def d4rl_root(data=""):
     return Path(data or os.environ.get("D4RL_DATASET_DIR") or "~/.d4rl/datasets").expanduser()
 
 
+def check_memory(need, what, advice):
+    """Refuse what will not fit before it is read: the system ends a process that runs out, without a word."""
+    free = free_memory()
+    if need > 0.9 * free:
+        raise UserError(f"{what} {need / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free; {advice}")
+
+
+# measured at 2.2 for a million hopper transitions: the arrays, what is scaled of them, and the table of Windows
+COPIES = 2.2
+SMALLER = "free some, take a machine with more, or train on a part of it (README, 'Train on arrays of your own')"
+
+
+def array_bytes(node, depth=8):
+    """Bytes of all arrays below an HDF5 group, as they are once read. Links are followed as reading will follow them, in a circle not for ever."""
+    if not hasattr(node, "keys"):
+        return node.nbytes
+    if depth == 0:
+        raise ValueError(f"groups within groups without end at {node.name[:80]}")
+    return sum(array_bytes(node[k], depth - 1) for k in node)
+
+
+def short(error):
+    """A library's message on one line of at most 300 letters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def load_d4rl(path, env=None, name=""):
     """Trajectories from an HDF5 file in D4RL's layout: observations, actions, rewards, terminals, timeouts, and infos/goal for mazes."""
     import h5py
@@ -208,11 +238,16 @@ def load_d4rl(path, env=None, name=""):
             missing = [k for k in ("observations", "actions", "rewards", "terminals") if k not in f]
             if missing:
                 raise UserError(f"{path} lacks {', '.join(missing)}; it holds {', '.join(sorted(f)) or 'nothing'}. Is it in D4RL's layout?")
-            x = {k: f[k][()] for k in ("observations", "actions", "rewards", "terminals", "timeouts", "infos/goal") if k in f}
-    except (OSError, RuntimeError, KeyError, TypeError) as e:
-        raise UserError(f"{path} cannot be read ({e}). Delete it and {again}") from e
-    if len({len(v) if v.ndim else -1 for v in x.values()}) > 1:
-        raise UserError(f"{path}: its fields differ in length: {', '.join(f'{k} {v.shape}' for k, v in x.items())}. Delete it and {again}")
+            fields = {k: f[k] for k in ("observations", "actions", "rewards", "terminals", "timeouts", "infos/goal") if k in f}
+            check_memory(COPIES * sum(map(array_bytes, fields.values())), f"{path} takes about", SMALLER)
+            x = {k: v[()] for k, v in fields.items()}
+            shapes = ", ".join(f"{k} {np.shape(v)}" for k, v in x.items())
+            if len({v.shape[:1] for v in x.values()}) > 1 or x["terminals"].ndim == 0:
+                raise UserError(f"{path}: its fields differ in length: {shapes}. Delete it and {again}")
+    except UserError:
+        raise
+    except Exception as e:      # a damaged file makes h5py raise nearly anything
+        raise UserError(f"{path} cannot be read ({short(e)}). Delete it and {again}") from e
     terminals, timeouts = (flags(x[k], f"{path}: {k}") if k in x else None for k in ("terminals", "timeouts"))
     if timeouts is None and env:        # an old file: only the step limit can tell where an episode without a terminal ended
         since = np.arange(len(terminals)) - np.maximum.accumulate(np.where(np.append(True, terminals[:-1]), np.arange(len(terminals)), 0))
@@ -235,23 +270,37 @@ def load_minari(id, env=None, source="minari", download=True, transitions=None):
         raise UserError(f"{id!r} is not a Minari id; they look like namespace/name-v0")
     root = minari_root() / id
     again = f"Delete it (rm -r '{root}') and run the same command again"
-    if root.exists() and not all((root / "data" / name).is_file() for name in ("main_data.hdf5", "metadata.json")):
+    file, facts = (root / "data" / name for name in ("main_data.hdf5", "metadata.json"))
+    if root.exists() and not (file.is_file() and facts.is_file()):
         raise UserError(f"the data set folder {root} is incomplete. {again}")
     if not root.exists() and download:
         check_network(id, root)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            import h5py
             import minari
-            dataset = minari.load_dataset(id, download=download)
+            if download and not root.exists():
+                minari.download_dataset(id)
+            stated = json.loads(facts.read_text())
+            if not stated.keys() >= {"observation_space", "action_space"}:
+                # minari would then make the environment to ask it: loading would run whatever code a stranger's set names
+                raise UserError(f"{facts} lacks the observation_space or the action_space; store the set with both")
+            with h5py.File(file, "r") as f:
+                if stated["total_episodes"] != len(f):
+                    raise UserError(f"{file} holds {len(f):,} episodes, {facts.name} says {stated['total_episodes']}. {again}")
+                sizes = [array_bytes(f[k]) for k in f]
+            dataset = minari.load_dataset(id)
             images = getattr(dataset.observation_space, "dtype", None) == np.uint8 and len(dataset.observation_space.shape or ()) >= 2
+            # images are read episode by episode, and gray_episodes counts what is kept of them
+            check_memory(max(sizes, default=0) if images else COPIES * sum(sizes), f"{root} takes about", SMALLER)
             episodes = list(gray_episodes(dataset, transitions) if images else dataset.iterate_episodes())
     except UserError as e:
         raise UserError(f"{id}: {e}") from e
     except Exception as e:      # minari hands on whatever h5py, json or the network raise
         if root.exists():
-            raise UserError(f"the data set in {root} cannot be read ({type(e).__name__}: {e}). {again}") from e
-        raise UserError(f"{id} is not at hand and could not be downloaded ({type(e).__name__}: {e}). It would be stored in {root}") from e
+            raise UserError(f"the data set in {root} cannot be read ({short(e)}). {again}") from e
+        raise UserError(f"{id} is not at hand and could not be downloaded ({short(e)}). It would be stored in {root}") from e
     if not episodes:
         raise UserError(f"{id} in {root}: no episodes")
     space, name = dataset.action_space, type(dataset.action_space).__name__
@@ -298,9 +347,7 @@ def load_minari(id, env=None, source="minari", download=True, transitions=None):
 def gray_episodes(dataset, transitions):
     """Minari's episodes one by one, their images as gray frames, views of one array for all; no more once transitions are reached."""
     rows = min(dataset.total_steps, (transitions or dataset.total_steps) + 27_000)      # whole episodes, so one may step over
-    need, free = rows * SIDE * SIDE, free_memory()
-    if need > 0.9 * free:
-        raise UserError(f"its frames take {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free; load fewer: --transitions N")
+    check_memory(rows * SIDE * SIDE, "its frames take", "load fewer: --transitions N")
     frames, at = np.empty((rows, SIDE, SIDE), np.uint8), 0
     for e in dataset.iterate_episodes():
         T = len(e.rewards)
@@ -315,13 +362,24 @@ def gray_episodes(dataset, transitions):
             return
 
 
-def free_memory():
-    """Bytes that can be taken without swapping; infinity where the system does not say."""
+def free_memory(proc="/proc", groups="/sys/fs/cgroup"):
+    """Bytes that can be taken without swapping, of the machine's and of the container's (cgroup 2); infinity where neither says."""
+    def value(path, name=""):
+        lines = Path(path).read_text().splitlines()
+        return int(next(line.removeprefix(name).split()[0] for line in lines if line.startswith(name)))
+    free = [math.inf]
     try:
-        with open("/proc/meminfo") as f:
-            return 1024 * next(int(line.split()[1]) for line in f if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return math.inf
+        free.append(1024 * value(f"{proc}/meminfo", "MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        pass
+    try:
+        name = Path(f"{proc}/self/cgroup").read_text().rpartition("0::/")[2].strip()
+        group = Path(groups, name)
+        # cached files count as used there, and are given up when memory is asked for
+        free.append(value(group / "memory.max") - value(group / "memory.current") + value(group / "memory.stat", "file "))
+    except (OSError, StopIteration, ValueError, IndexError):    # no such group, or its limit is the word max
+        pass
+    return max(0, min(free))
 
 
 def check_network(id, root):

@@ -22,6 +22,12 @@ from data import UserError, describe, make_env, nearest, observe, run_command
 ROWS = 50       # episodes played side by side
 
 
+def batched(observations):
+    """n observations, arrays or dicts of them, as one with a leading axis n."""
+    first = observations[0]
+    return {k: batched([o[k] for o in observations]) for k in first} if isinstance(first, dict) else np.stack(observations)
+
+
 @torch.no_grad()
 def rollout(model, meta, envs, targets, seeds, options=None, sample=False, generator=None, zero=(), on_step=None):
     """Play one episode in each environment, one batched act a step; a finished episode drops out of the batch.
@@ -37,7 +43,6 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
     span, at = min(limit, 4 * K), -1        # a stretch of history is kept; when it is full, its last K - 1 steps move to the front
     if stack:
         states, memory = torch.zeros(n, span, *meta["state_shape"], dtype=torch.uint8, device=device), None if "states" in zero else {}
-        x = np.zeros((n, *meta["state_shape"]), np.uint8)
     else:
         mean, std = meta["state_mean"].cpu().numpy(), meta["state_std"].cpu().numpy()
         states, memory = torch.zeros(n, span, len(mean), device=device), None
@@ -47,7 +52,7 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
     if not discrete:
         low, high = meta["action_low"].cpu().numpy(), meta["action_high"].cpu().numpy()
     returns, achieved, lengths, success = np.zeros(n), np.zeros(n), np.zeros(n, int), np.full(n, np.nan)
-    alive = np.arange(n)
+    alive, playing = np.arange(n), list(envs)
     observations = [env.reset(seed=int(s), options=o)[0] for env, s, o in zip(envs, seeds, options or [None] * n, strict=True)]
     for t in range(limit):
         at += 1
@@ -55,56 +60,53 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
             at = K - 1
             for h in (states, actions, rewards, rtg):
                 h[:, :at] = h[:, span - at:].clone()
-        rows = torch.as_tensor(alive, device=device)
+        x, goal = observe(batched(observations), meta["layout"])
         if stack:
-            x[alive, :-1] = x[alive, 1:]
-            x[alive, -1] = np.stack([observe(o, meta["layout"])[0] for o in observations])
-            states[rows, at] = torch.from_numpy(x[alive]).to(device)
+            states[:, at, :-1] = states[:, at - 1, 1:]      # at 0 that is the last place: zeros before the first step
+            states[:, at, -1] = torch.from_numpy(x).to(device)
         else:
-            pairs = [observe(o, meta["layout"]) for o in observations]
-            x = np.stack([np.concatenate(p) if meta["goal"] else p[0] for p in pairs])
+            x = np.concatenate([x, goal], 1) if meta["goal"] else x
             if t == 0 and x.shape[1] != len(mean):
                 raise UserError(f"the environment gives {x.shape[1]} state numbers, but the data ({meta['dataset']}) have {len(mean)}")
-            states[rows, at] = torch.from_numpy((x - mean) / std).to(device)
+            states[:, at] = torch.from_numpy((x - mean) / std).to(device)
         if "rtg" not in zero:
-            rtg[rows, at, 0] = torch.from_numpy((targets[alive] - achieved[alive]) / meta["rtg_scale"]).float().to(device)
+            rtg[:, at, 0] = torch.from_numpy(((targets[alive] - achieved[alive]) / meta["rtg_scale"]).astype(np.float32)).to(device)
         window = slice(max(0, at + 1 - K), at + 1)
-        # full batches are views; copies are made only once some episode has ended
-        history = [h[:, window] if len(alive) == n else h[:, window][rows] for h in (states, actions, rewards, rtg)]
+        history = [h[:, window] for h in (states, actions, rewards, rtg)]
         if "states" in zero:
             history[0] = torch.cat([torch.zeros_like(history[0][:, :-1]), history[0][:, -1:]], 1)
         if "actions" in zero:
             history[1] = torch.zeros_like(history[1])
         history.append(timesteps[t + 1 - history[0].shape[1]: t + 1].expand(len(alive), -1))
         a = model.act(*history, sample=sample, generator=generator, **({} if memory is None else {"memory": memory}))
-        actions[rows, at] = a
+        actions[:, at] = a
         a = a.cpu().numpy()
-        if not discrete:
+        if discrete:
+            a = (a + meta["action_start"]).tolist()
+        else:
             if not np.isfinite(a).all():
                 raise UserError("the model's action is NaN: training has diverged (a smaller --lr may help)")
             a = np.clip(low + (a + 1) * 0.5 * (high - low), low, high).astype(np.float32)       # clip: rounding may step over a bound
-        observations, r = [], np.zeros(len(alive), np.float32)
-        going = np.ones(len(alive), bool)
-        for j, i in enumerate(alive):
-            o, reward, terminated, truncated, info = envs[i].step(int(a[j]) + meta["action_start"] if discrete else a[j])
-            returns[i] += reward
-            lengths[i] += 1
-            counted = min(max(reward, -1), 1) if clip else reward
-            r[j], achieved[i] = counted, achieved[i] + counted
-            if "success" in info:
-                success[i] = max(float(info["success"]), 0.0 if np.isnan(success[i]) else success[i])
-            if terminated or truncated:
-                going[j] = False
-            else:
-                observations.append(o)
-        rewards[rows, at, 0] = torch.from_numpy(r / meta["reward_scale"]).to(device)
+        observations, r, terminated, truncated, infos = zip(*[env.step(u) for env, u in zip(playing, a, strict=True)], strict=True)
+        r = np.array(r, float)
+        counted = r.clip(-1, 1) if clip else r
+        returns[alive] += r
+        achieved[alive] += counted
+        lengths[alive] += 1
+        success[alive] = np.fmax(success[alive], [float(info.get("success", np.nan)) for info in infos])        # NaN gives way to a number
+        rewards[:, at, 0] = torch.from_numpy(counted.astype(np.float32) / meta["reward_scale"]).to(device)
         if on_step:
             on_step(t)
-        if not going.all():
-            alive = alive[going]
-            memory = memory and {k: v[torch.as_tensor(going, device=device)] for k, v in memory.items()}
-        if not len(alive):
+        keep = np.flatnonzero(~(np.array(terminated, bool) | np.array(truncated, bool)))
+        if not len(keep):
             break
+        if len(keep) < len(alive):      # once per ending the rows move up, so that every other step reads views and copies nothing
+            alive, playing, observations = alive[keep], [playing[j] for j in keep], [observations[j] for j in keep]
+            rows = torch.as_tensor(keep, device=device)
+            for h in (states, actions, rewards, rtg):
+                h[: len(keep), window] = h[rows, window]
+            states, actions, rewards, rtg = (h[: len(keep)] for h in (states, actions, rewards, rtg))
+            memory = memory and {k: v[rows] for k, v in memory.items()}
     return {"return": returns, "achieved": achieved, "length": lengths, "success": success}
 
 

@@ -53,7 +53,7 @@ def shards(folder, game):
     root = root / "1" if (root / "1").is_dir() and (root.name == game or (root / "1" / "replay_logs").is_dir()) else root
     found = {}
     for path in sorted(root.rglob("*.gz")):
-        if match := ARRAY.fullmatch(path.name):
+        if (match := ARRAY.fullmatch(path.name)) and path.is_file():     # opening a pipe would wait for ever
             found.setdefault((str(path.parent), int(match[2] or 0)), {})[match[1]] = path
     if not found:
         raise UserError(f"{root} holds no DQN-replay arrays ($store$_observation_ckpt.0.gz and its like). The published ones:\n"
@@ -63,21 +63,20 @@ def shards(folder, game):
             if name not in arrays:
                 raise UserError(f"{place}: checkpoint {number} lacks its {name} array; it has {', '.join(sorted(p.name for p in arrays.values()))}. "
                                 "Fetch the missing file again, or remove the others of that checkpoint")
-    return [found[key] for key in sorted(found, key=lambda key: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", f"{key[0]}.{key[1]}")])]
+    return [found[key] for key in sorted(found, key=lambda key: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", f"{key[0]}.{key[1]}")])]
 
 
 def damaged(path, error):
-    return UserError(f"{path} cannot be read ({type(error).__name__}: {error}). Fetch it again, or remove all four arrays of its checkpoint")
-
-
-BROKEN = (OSError, EOFError, ValueError, zlib.error, MemoryError, OverflowError, SyntaxError, TypeError, KeyError)
+    words = " ".join(str(error).split())[:300]
+    return UserError(f"{path} cannot be read ({type(error).__name__}: {words}). Fetch it again, or remove all four arrays of its checkpoint")
 
 
 def header(f):
     """(shape, dtype) of the array that follows in an open .npy stream; ValueError if it is none, or holds Python objects."""
-    version = np.lib.format.read_magic(f)
-    shape, fortran, dtype = (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(f)
-    if dtype.hasobject or fortran and len(shape) > 1 or math.prod(shape) > 2**40:
+    if np.lib.format.read_magic(f) != (1, 0):       # later versions are for headers of more than 64 KiB, up to 4 GiB
+        raise ValueError("not version 1.0 of the .npy format, which replays are in")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(f)
+    if dtype.hasobject or fortran and len(shape) > 1 or math.prod(shape) > 2**40 or min(shape, default=0) < 0:
         raise ValueError(f"an array of {dtype}, shape {shape}, is not one of a replay")
     return shape, dtype
 
@@ -94,8 +93,10 @@ def numbers_of(path, kinds):
                 raise EOFError(f"{len(x)} of {shape[0]} numbers")
             if f.read(1):       # to the end, where gzip's checksum stands
                 raise ValueError("more bytes than its header says")
+            if not (np.abs(x) <= HUGE).all():
+                raise ValueError(f"NaN, infinity, or numbers beyond {HUGE:g}")
             return x
-    except BROKEN as e:
+    except Exception as e:      # what gzip, zlib, NumPy and its parser of headers raise on damaged files has no common name
         raise damaged(path, e) from e
 
 

@@ -49,7 +49,7 @@ class TrainConfig:
     sticky: float = 0.0                     # Atari: probability that the emulator repeats an action while evaluating; 0.25 in the data
     sample: bool = False                    # discrete actions are drawn while evaluating, not the likeliest taken
     device: str = "auto"
-    amp: bool = True                        # CUDA: bfloat16 autocast
+    amp: bool | None = None                 # CUDA: bfloat16 autocast. None: for frames, from d = 256 on and with compile; else casting costs more
     graph: bool = True                      # CUDA: the whole step as one graph
     compile: bool = False                   # torch.compile
     out: str = "runs"
@@ -129,12 +129,12 @@ def describe(cfg, values, origin):
 
 def convert(kind, text):
     """A flag's text as its field's type."""
+    if text.lower() == "none":
+        return None
     if kind is bool:
         if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
             raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
         return text.lower() in ("true", "1", "yes")
-    if text.lower() == "none":
-        return None
     try:
         return kind(text.replace("_", "")) if kind is int else kind(text)
     except ValueError:

@@ -8,6 +8,7 @@
 Every field of TrainConfig and of the model's Config is a flag. A value comes from the first of: command line, the "small" preset
 (--size small, the default without a GPU), the environment's preset, its family's, "*", the field's default; --show says which.
 """
+import contextlib
 import csv
 import dataclasses
 import importlib
@@ -206,9 +207,31 @@ def run_folder(cfg, resume):
     raise UserError(f"{out} is full of runs called {name}")
 
 
+@contextlib.contextmanager
+def hold(folder):
+    """Keep every other process from writing to this run folder; the system lets go of the lock when its process ends, however it ends."""
+    try:
+        file = open(folder / "lock", "a")
+    except OSError as e:
+        raise UserError(f"cannot write to {folder} ({e}); nothing in it was changed") from e
+    with file:
+        try:
+            if os.name == "nt":
+                import msvcrt
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as e:
+            raise UserError(f"{folder} is being written by another process; wait for it, stop it, or start another run without --resume") from e
+        except OSError:     # a network disk that knows no locks
+            pass
+        yield
+
+
 def write_atomically(path, write):
     """write(temporary path), then rename: a killed process leaves the old file or the new one, never half of one."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name("part-" + path.name)
     try:
         write(part)
         os.replace(part, path)
@@ -262,6 +285,8 @@ def prepare(cfg, values, origin, trajectories=None):
     home = device
     if t.stack and device.type == "cuda" and t.states.numel() > 0.5 * torch.cuda.mem_get_info()[0]:
         home = torch.device("cpu")      # frames that would fill the GPU stay outside, and batches are sent in ahead of their use
+    if cfg.amp is None:
+        cfg.amp, origin["amp"] = bool(t.stack) or values["d"] >= 256 or cfg.compile, "size"
     windows = Windows(t, values["context_len"], home, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
     spec = t.env_spec
     if isinstance(spec, dict) and spec["id"].startswith("ALE/"):
@@ -307,6 +332,12 @@ def train(trajectories=None, resume=False, **given):
 
     trajectories: a Trajectories of your own in place of an environment's data; only the presets "*" and "small" apply then.
     """
+    with contextlib.ExitStack() as stack:
+        return train_in(stack, trajectories, resume, given)
+
+
+def train_in(stack, trajectories, resume, given):
+    """train, with the run folder's lock on the stack: an exception that is looked at later, as in a notebook, must not keep the lock."""
     began = time.time()
     cfg, values, origin = settings(given if trajectories is None else {"env": "arrays"} | given)
     model, windows, meta, t = prepare(cfg, values, origin, trajectories)
@@ -319,6 +350,7 @@ def train(trajectories=None, resume=False, **given):
         check_environment(envs[0], meta)
         note = choose_targets(cfg, origin, meta, t, envs[0]) + data.describe(envs[0], "\n")
     folder = run_folder(cfg, resume)
+    stack.enter_context(hold(folder))
     if t.source == "d4rl" and cfg.env in data.ENVS and data.ENVS[cfg.env].note:
         note += f"\nnote: {data.ENVS[cfg.env].note}"
     where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name()})"
@@ -416,10 +448,10 @@ def train(trajectories=None, resume=False, **given):
             plan = [p for p in meta["plan"] if p[1] == meta["headline"]][:1]
             result["best_rows"] = play(plan, best_model, "best", best_step)
             text += f"\nbest checkpoint (update {best_step:,}, chosen on the way)\n{table(result['best_rows'], meta['headline'])}"
-        plot_targets(rows, folder / "targets.png", title(meta))
+        write_atomically(folder / "targets.png", lambda path: plot_targets(rows, path, title(meta)))
         write_atomically(folder / "table.txt", lambda path: path.write_text(text + "\n", encoding="utf-8"))
     log.write()
-    plot_curve(log.rows, folder / "curve.png")
+    write_atomically(folder / "curve.png", lambda path: plot_curve(log.rows, path))
     result["seconds"] = time.time() - began
     files = "last.pt, log.csv, curve.png" + (", best.pt, targets.png, table.txt" if meta["plan"] else "")
     print(f"\n{text}\n{result['seconds']:.0f} s in all; {folder} holds {files}", flush=True)

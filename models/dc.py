@@ -97,14 +97,22 @@ class FrameEncoder(nn.Module):
     def encode(self, x):
         return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
 
+    def start(self, x, s):
+        """The first convolution of frames x (N, C, height, width). Blocks of s x s pixels become channels: the same sums, and if s is the
+        stride, a shape that GPUs are quick at."""
+        first, (height, width), device = self.first, x.shape[-2:], x.device.type
+        w = first.weight.unflatten(3, (-1, s)).unflatten(2, (-1, s)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)    # (out, C s s, rows, columns)
+        x = F.pixel_unshuffle(x[..., : height - height % s, : width - width % s], s)
+        x = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype, memory_format=torch.channels_last)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        return F.conv2d(x, w / 255, first.bias, first.stride[0] // s)
+
     def forward(self, x, memory=None):
         """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
-        old, first, device = None, self.first, x.device.type
+        old = None
         if memory and x.shape[1] > 1:
             old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
-        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
-        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
-        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = self.encode(self.start(x.flatten(0, 1), self.first.stride[0] if x.is_cuda else 1)).unflatten(0, x.shape[:2])
         y = y if old is None else torch.cat([old, y], 1)
         if memory is not None:
             memory["frames"] = y
@@ -126,17 +134,18 @@ class TokenFilters(nn.Module):
         self.bias = nn.Parameter(torch.empty(types, d).uniform_(-bound, bound))
 
     def forward(self, x, rows=None):
-        L, (types, window, _) = x.shape[1], self.weight.shape
+        (types, window, _), L, at = self.weight.shape, x.shape[1], rows or slice(None)
         which = slice(None) if rows is None else slice(rows.start % types, rows.start % types + 1)
         w, y = self.weight[which], self.bias[which]                             # (types or 1, window, d), (types or 1, d)
         padded = F.pad(x, (0, 0, window - 1, 0))
+        if x.is_cuda:   # the same sum in two large kernels; on a CPU their temporary array, window times x, takes two to three times as long
+            past = padded.unfold(1, window, 1)[:, at].unflatten(1, (-1, len(w)))                # (B, K, types or 1, d, window), a view
+            return (y + (past.transpose(-1, -2) * w.flip(1)).sum(-2)).flatten(1, 2)
         # NOTE(code): a sum of shifted copies, one step of all types at a time. The released code runs every filter over every
         # position and keeps a third. torch's Conv1d does too little per channel to be fast: 3 to 4 times slower on a CPU
-        for l in range(window):  # noqa: E741 (Eq. 4's letter)
-            shifted = padded[:, window - 1 - l: window - 1 - l + L]             # X[p - l] at p
-            if rows is not None:
-                shifted = shifted[:, rows]
-            y = torch.addcmul(y, shifted.unflatten(1, (-1, len(w))), w[:, l])   # (B, K, types or 1, d)
+        for l, tap in enumerate(w.unbind(1)):  # noqa: E741 (Eq. 4's letter)
+            shifted = padded[:, window - 1 - l: window - 1 - l + L][:, at]      # X[p - l] at p
+            y = torch.addcmul(y, shifted.unflatten(1, (-1, len(w))), tap)       # (B, K, types or 1, d)
         return y.flatten(1, 2)                                                  # (B, L or rows, d)
 
 

@@ -102,14 +102,22 @@ class FrameEncoder(nn.Module):
     def encode(self, x):
         return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
 
+    def start(self, x, s):
+        """The first convolution of frames x (N, C, height, width). Blocks of s x s pixels become channels: the same sums, and if s is the
+        stride, a shape that GPUs are quick at."""
+        first, (height, width), device = self.first, x.shape[-2:], x.device.type
+        w = first.weight.unflatten(3, (-1, s)).unflatten(2, (-1, s)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)    # (out, C s s, rows, columns)
+        x = F.pixel_unshuffle(x[..., : height - height % s, : width - width % s], s)
+        x = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype, memory_format=torch.channels_last)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        return F.conv2d(x, w / 255, first.bias, first.stride[0] // s)
+
     def forward(self, x, memory=None):
         """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
-        old, first, device = None, self.first, x.device.type
+        old = None
         if memory and x.shape[1] > 1:
             old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
-        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
-        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
-        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = self.encode(self.start(x.flatten(0, 1), self.first.stride[0] if x.is_cuda else 1)).unflatten(0, x.shape[:2])
         y = y if old is None else torch.cat([old, y], 1)
         if memory is not None:
             memory["frames"] = y

@@ -110,14 +110,22 @@ class FrameEncoder(nn.Module):
     def encode(self, x):
         return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
 
+    def start(self, x, s):
+        """The first convolution of frames x (N, C, height, width). Blocks of s x s pixels become channels: the same sums, and if s is the
+        stride, a shape that GPUs are quick at."""
+        first, (height, width), device = self.first, x.shape[-2:], x.device.type
+        w = first.weight.unflatten(3, (-1, s)).unflatten(2, (-1, s)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)    # (out, C s s, rows, columns)
+        x = F.pixel_unshuffle(x[..., : height - height % s, : width - width % s], s)
+        x = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype, memory_format=torch.channels_last)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        return F.conv2d(x, w / 255, first.bias, first.stride[0] // s)
+
     def forward(self, x, memory=None):
         """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
-        old, first, device = None, self.first, x.device.type
+        old = None
         if memory and x.shape[1] > 1:
             old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
-        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
-        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
-        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = self.encode(self.start(x.flatten(0, 1), self.first.stride[0] if x.is_cuda else 1)).unflatten(0, x.shape[:2])
         y = y if old is None else torch.cat([old, y], 1)
         if memory is not None:
             memory["frames"] = y
@@ -133,13 +141,13 @@ class LongBranch(nn.Module):
         self.qkv = nn.Linear(d, 3 * d)
 
     def forward(self, x, rows=None):
-        B, L, d = x.shape
+        L, d = x.shape[1:]
         if rows is None:
-            q, k, v = self.qkv(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)     # 3 x (B, H, L, d/H)
+            q, k, v = self.qkv(x).chunk(3, -1)
         else:
-            w, b = self.qkv.weight, self.qkv.bias
-            q = F.linear(x[:, rows], w[:d], b[:d]).view(B, -1, self.n_head, d // self.n_head).transpose(1, 2)   # (B, H, rows, d/H)
-            k, v = F.linear(x, w[d:], b[d:]).view(B, L, 2, self.n_head, -1).permute(2, 0, 3, 1, 4)              # 2 x (B, H, L, d/H)
+            (w_q, w_kv), (b_q, b_kv) = (p.split([d, 2 * d]) for p in (self.qkv.weight, self.qkv.bias))
+            q, (k, v) = F.linear(x[:, rows], w_q, b_q), F.linear(x, w_kv, b_kv).chunk(2, -1)
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in (q, k, v))   # (B, H, L or rows, d/H)
         rate, mask = self.dropout if self.training else 0.0, None
         if rows is not None or (self.dropkey and rate):
             mask = torch.ones(L, L, dtype=torch.bool, device=x.device).tril()[rows or slice(None)]              # (rows, L)
@@ -147,7 +155,7 @@ class LongBranch(nn.Module):
             # NOTE(code): the released DropKey is commented out and would add 1e-13, so it drops nothing. Here every query loses each
             # key with this probability, its own excepted: the first token would have nothing left to look at
             own = torch.eye(L, dtype=torch.bool, device=x.device)[rows or slice(None)]
-            mask = mask & (own | (torch.rand(B, self.n_head, *mask.shape, device=x.device) >= rate))            # (B, H, rows, L)
+            mask = mask & (own | (torch.rand(len(x), self.n_head, *mask.shape, device=x.device) >= rate))            # (B, H, rows, L)
             rate = 0.0
         # NOTE(code): dropout is on the attention weights, as B.8 has it; the released code drops entries of weights @ v
         y = F.scaled_dot_product_attention(q, k, v, mask, rate, is_causal=mask is None)
@@ -174,22 +182,25 @@ class DynamicConv(nn.Module):
     def kernels(self, u, rows):
         """(B, L or rows, width, heads): what each token weighs the token j steps back with; sums to 1 over j."""
         # NOTE(code): the kernel is read from the GLU's output, Eq. 1's X, not from the raw token; dropout falls on the logits
-        z = self.drop(self.logits(u if rows is None else u[:, rows])).unflatten(-1, (self.width, self.heads))
-        t, j = torch.arange(u.shape[1], device=u.device)[rows or slice(None)], torch.arange(self.width, device=u.device)
-        missing = torch.zeros(len(t), self.width, 1, dtype=z.dtype, device=z.device).masked_fill((j > t[:, None])[..., None], -torch.inf)
-        return (z + missing).softmax(-2)
+        at = rows or slice(None)
+        z = self.drop(self.logits(u[:, at])).unflatten(-1, (self.width, self.heads))
+        missing = torch.full((u.shape[1], self.width), -torch.inf, dtype=z.dtype, device=z.device).triu(1)      # where j > t; 0 elsewhere
+        return (z + missing[at, :, None]).softmax(-2)
 
     def forward(self, x, rows=None):
-        L, last = x.shape[1], self.width - 1
+        L, last, at = x.shape[1], self.width - 1, rows or slice(None)
         u = F.glu(self.expand(x), -1)                                                       # (B, L, c)
-        kernels = self.kernels(u, rows).unbind(2)                                           # width x (B, L or rows, heads)
+        kernels = self.kernels(u, rows)                                                     # (B, L or rows, width, heads)
         # NOTE(paper): Eq. 1 gives a kernel to 4 adjacent channels. Here they stand c/4 apart: the same functions with channels renamed,
-        # and heads contiguous in memory. A sum of shifted copies, since a T x T matrix per head, as released, is mostly zeros
+        # and heads contiguous in memory
         past = F.pad(u, (0, 0, last, 0)).unflatten(-1, (4, self.heads))                     # (B, last + L, 4, heads)
         y = self.bias.view(4, self.heads)
-        for j, kernel in enumerate(kernels):
-            shifted = past[:, last - j: last - j + L]                                       # u_{t-j} at t
-            y = torch.addcmul(y, shifted if rows is None else shifted[:, rows], kernel.unsqueeze(2))
+        if x.is_cuda:   # as in TokenFilters: two large kernels there, on a CPU a sum of shifted copies
+            past = past.unfold(1, self.width, 1)[:, at]                                     # (B, L or rows, 4, heads, width), a view
+            y = y + (past.movedim(-1, 2) * kernels.flip(2).unsqueeze(3)).sum(2)
+        else:           # and not a T x T matrix per head, as released, which is mostly zeros
+            for j, kernel in enumerate(kernels.unbind(2)):
+                y = torch.addcmul(y, past[:, last - j: last - j + L][:, at], kernel.unsqueeze(2))       # u_{t-j} at t
         return self.out(y.flatten(2))                                                       # (B, L or rows, c)
 
 
@@ -208,17 +219,18 @@ class TokenFilters(nn.Module):
         self.bias = nn.Parameter(torch.empty(types, d).uniform_(-bound, bound))
 
     def forward(self, x, rows=None):
-        L, (types, window, _) = x.shape[1], self.weight.shape
+        (types, window, _), L, at = self.weight.shape, x.shape[1], rows or slice(None)
         which = slice(None) if rows is None else slice(rows.start % types, rows.start % types + 1)
         w, y = self.weight[which], self.bias[which]                             # (types or 1, window, d), (types or 1, d)
         padded = F.pad(x, (0, 0, window - 1, 0))
+        if x.is_cuda:   # the same sum in two large kernels; on a CPU their temporary array, window times x, takes two to three times as long
+            past = padded.unfold(1, window, 1)[:, at].unflatten(1, (-1, len(w)))                # (B, K, types or 1, d, window), a view
+            return (y + (past.transpose(-1, -2) * w.flip(1)).sum(-2)).flatten(1, 2)
         # NOTE(code): a sum of shifted copies, one step of all types at a time. The released code runs every filter over every
         # position and keeps a third. torch's Conv1d does too little per channel to be fast: 3 to 4 times slower on a CPU
-        for l in range(window):  # noqa: E741 (Eq. 4's letter)
-            shifted = padded[:, window - 1 - l: window - 1 - l + L]             # X[p - l] at p
-            if rows is not None:
-                shifted = shifted[:, rows]
-            y = torch.addcmul(y, shifted.unflatten(1, (-1, len(w))), w[:, l])   # (B, K, types or 1, d)
+        for l, tap in enumerate(w.unbind(1)):  # noqa: E741 (Eq. 4's letter)
+            shifted = padded[:, window - 1 - l: window - 1 - l + L][:, at]      # X[p - l] at p
+            y = torch.addcmul(y, shifted.unflatten(1, (-1, len(w))), tap)       # (B, K, types or 1, d)
         return y.flatten(1, 2)                                                  # (B, L or rows, d)
 
 

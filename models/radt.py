@@ -103,14 +103,22 @@ class FrameEncoder(nn.Module):
     def encode(self, x):
         return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
 
+    def start(self, x, s):
+        """The first convolution of frames x (N, C, height, width). Blocks of s x s pixels become channels: the same sums, and if s is the
+        stride, a shape that GPUs are quick at."""
+        first, (height, width), device = self.first, x.shape[-2:], x.device.type
+        w = first.weight.unflatten(3, (-1, s)).unflatten(2, (-1, s)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)    # (out, C s s, rows, columns)
+        x = F.pixel_unshuffle(x[..., : height - height % s, : width - width % s], s)
+        x = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype, memory_format=torch.channels_last)
+        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
+        return F.conv2d(x, w / 255, first.bias, first.stride[0] // s)
+
     def forward(self, x, memory=None):
         """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
-        old, first, device = None, self.first, x.device.type
+        old = None
         if memory and x.shape[1] > 1:
             old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
-        y = x.flatten(0, 1).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.weight.dtype)
-        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
-        y = self.encode(F.conv2d(y, first.weight / 255, first.bias, first.stride)).unflatten(0, x.shape[:2])
+        y = self.encode(self.start(x.flatten(0, 1), self.first.stride[0] if x.is_cuda else 1)).unflatten(0, x.shape[:2])
         y = y if old is None else torch.cat([old, y], 1)
         if memory is not None:
             memory["frames"] = y
@@ -118,7 +126,10 @@ class FrameEncoder(nn.Module):
 
 
 class QKVAttention(nn.Module):
-    """Eq. 2: attention from one sequence to another, without biases in Q, K and V. mask: (queries, keys), or None for causal."""
+    """Eq. 2: attention from one sequence to another, without biases in Q, K and V.
+
+    mask (queries, keys): 0 where a query sees a key, -inf where not; None: causal.
+    """
 
     def __init__(self, d, n_head, dropout):
         super().__init__()
@@ -127,10 +138,21 @@ class QKVAttention(nn.Module):
         self.proj = nn.Linear(d, d)
 
     def forward(self, query, key, value, mask=None):
-        q, k, v = (f(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)                    # 3 x (B, H, queries or keys, d/H)
-                   for f, x in ((self.q, query), (self.k, key), (self.v, value)))
+        def together(x, *layers):       # one product for all that read x: fewer, larger kernels
+            return F.linear(x, torch.cat([f.weight for f in layers])).chunk(len(layers), -1)
+
+        if query is key:
+            q, k, v = together(query, self.q, self.k, self.v)
+        else:
+            q, (k, v) = self.q(query), together(key, self.k, self.v) if key is value else (self.k(key), self.v(value))
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in (q, k, v))   # (B, H, queries or keys, d/H)
         y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
         return self.proj(y.transpose(1, 2).flatten(2))                                      # (B, queries, d)
+
+
+def unseen(n, x):
+    """(n, n): 0 where a position sees another, itself and those before it; -inf where not. Of x's kind and device."""
+    return torch.full((n, n), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
 
 
 class ReturnBlock(nn.Module):
@@ -162,24 +184,25 @@ class ReturnBlock(nn.Module):
         """
         K, n = x.shape[1:3]
         tokens = x.flatten(1, 2)                                                            # (B, L, d): s_1 a_1 s_2 a_2 ...
-        mask, past = None, torch.ones(K, K, dtype=torch.bool, device=x.device).tril()       # past: step t sees R_1 .. R_t
+        asking, mask, past = tokens, None, unseen(K, x)                                     # past: step t sees R_1 .. R_t
         if steps is not None:
-            mask = torch.ones(K * n, K * n, dtype=torch.bool, device=x.device).tril()[::n][steps]   # (steps, L)
-            x, past = x[:, steps, :1], past[steps]
+            mask, past = unseen(K * n, x)[::n][steps], past[steps]                          # (steps, L), (steps, K)
+            x = x[:, steps, :1]
+            asking = x.flatten(1, 2)
         past = past.repeat_interleave(x.shape[2], 0)                                        # the same returns for s_t and a_t
         if self.cfg.adaln:
             c_now = c if steps is None else c[:, steps]
-            gamma_beta = self.scale_shift(c_now)[:, :, None].chunk(2 * len(self.norms), -1)         # each (B, steps, 1, d)
+            gamma_beta = self.scale_shift(c_now).to(self.scale_shift[1].weight.dtype)[:, :, None].chunk(2 * len(self.norms), -1)         # each (B, steps, 1, d)
 
         def norm(i, x):                                                                     # Eq. 10
             y = self.norms[i](x)
-            return (1 + gamma_beta[2 * i]) * y + gamma_beta[2 * i + 1] if self.cfg.adaln else y
+            return torch.addcmul(gamma_beta[2 * i + 1], 1 + gamma_beta[2 * i], y) if self.cfg.adaln else y
 
-        x = norm(0, x + self.drop(self.mixer["own"](x.flatten(1, 2), tokens, tokens, mask)).view_as(x))
+        x = norm(0, x + self.drop(self.mixer["own"](asking, tokens, tokens, mask)).view_as(x))
         if self.cfg.cross_attention:
             z = self.drop(self.mixer["cross"](x.flatten(1, 2), self.ln_key(c + p), self.ln_value(c), past)).view_as(x)
             if self.cfg.alpha:
-                z = (1 + self.alpha(torch.cat([z, x], -1))) * z                             # Eq. 8
+                z = torch.addcmul(z, self.alpha(torch.cat([z, x], -1)), z)                   # Eq. 8: (1 + alpha) z
             x = norm(1, x + z)                                                              # Eq. 9
         return norm(-1, x + self.drop(self.mlp(x)))
 

@@ -1,8 +1,8 @@
 """Make the data sets of this project again, offline and seeded: python policies/collect.py NAME --steps N --seed S
 
-A set is episodes of a scripted or stored policy (README.md beside this file) in gymnasium's own environments, so every
-observation, reward and end is the environment's. The sets are stored as Minari stores its own, and
-`minari.load_dataset(id)` reads them. They are stand-ins of the same kind as D4RL's, not the published data.
+A set is episodes of a scripted or stored policy (README.md beside this file) in gymnasium's own environments, or in those of
+screens.py, so every observation, reward and end is the environment's. The sets are stored as Minari stores its own, and
+`minari.load_dataset(id)` reads them. They are stand-ins of the same kind as the published data, not the published data.
 """
 
 import argparse
@@ -21,6 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+if not __package__:
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # of a script, only its own folder is on the path
+from policies import screens  # noqa: E402
+
 VERSION = 1  # raise it when the same (name, steps, seed) would give other numbers than before
 
 
@@ -36,10 +40,11 @@ class Set:
     task: tuple | None = None  # (reset cell, goal cell) of a maze; None: drawn by the environment
     eval_env: str | None = None  # the environment to evaluate in, where it differs
     eval_task: tuple | None = None
+    group: str = ""  # of the id, where it isn't the first word of the name
 
     @property
     def id(self):
-        return f"local/{self.name.replace('-', '/', 1)}-v0"
+        return f"local/{self.group}/{self.name}-v0" if self.group else f"local/{self.name.replace('-', '/', 1)}-v0"
 
 
 ONE_GOAL = {"continuing_task": True, "reset_target": False}  # success doesn't end an episode, nor move its goal
@@ -53,7 +58,7 @@ FAR = {
 
 # ---------------------------------------------------------------- policies
 # options(index): what episode number `index` passes to env.reset; start(env, observation, rng): its first observation;
-# act(observation, rng) -> (A,): an action in [-1, 1]
+# act(observation, rng) -> (A,): an action in [-1, 1], or the number of one
 
 
 def next_cells(maze_map, goal):
@@ -187,6 +192,172 @@ class AntFollower(Actor):
         return np.concatenate([observation[:1], tilt, observation[5:13], velocity, observation[16:], wanted])
 
 
+class Player:
+    """Plays a game of Atari by a rule, broken by stretches of one random action held; how often and how long is drawn for each episode.
+
+    rule: function (memory, memory a step before, name of the last action) -> name of the action, from the emulator's 128 bytes, or None to
+    play at random. A rule reads only what a few frames and the last action show, so that a model can learn it.
+    chance: (low, high) of beginning a stretch in a step, drawn log-uniformly. A stretch lasts at most 1 to 15 steps.
+    """
+
+    def __init__(self, rule, chance=(0.005, 0.3)):
+        self.rule, self.range = rule, np.log(chance)
+
+    def options(self, index):
+        return None
+
+    def start(self, env, observation, rng):
+        self.ale, self.names = env.unwrapped.ale, env.unwrapped.get_action_meanings()
+        self.chance = np.exp(rng.uniform(*self.range)) if self.rule else 1
+        self.most, self.left, self.last, self.before = rng.integers(1, 16), 0, "NOOP", self.memory()
+
+    def memory(self):
+        return self.ale.getRAM().tolist()  # 128 numbers; as bytes, a difference would wrap
+
+    def act(self, observation, rng):
+        now = self.memory()
+        if self.left == 0 and rng.random() < self.chance:
+            self.left, self.held = rng.integers(1, self.most, endpoint=True), self.names[rng.integers(len(self.names))]
+        if self.left:
+            self.left, self.last = self.left - 1, self.held
+        else:
+            self.last = self.rule(now, self.before, self.last)
+        self.before = now
+        return self.names.index(self.last)
+
+
+def reflect(x, low, high):
+    """Where a ball that would get to x without walls gets to between two."""
+    x = (x - low) % (2 * (high - low))
+    return low + min(x, 2 * (high - low) - x)
+
+
+# The rules. Which byte holds what was found by moving and looking at the screen; the numbers added to them are the offsets of the pictures.
+
+
+def breakout(now, before, last):
+    """Goes where the ball will fall; a press moves the paddle by 11 in its own step and by 11 in the next."""
+    x, y, paddle = now[99], now[101], now[72]
+    if y == 0:
+        return "FIRE"  # no ball is in play
+    across, down, steps = x - before[99], y - before[101], 9
+    if down > 0 and before[101] and y < 180:
+        steps = (178 - y) / down
+        x = reflect(x + across * steps, 57, 200)
+    aim = x - 9 - paddle - {"RIGHT": 11, "LEFT": -11}.get(last, 0)
+    return "NOOP" if abs(aim) <= (6 if steps < 1.6 else 11) else "RIGHT" if aim > 0 else "LEFT"
+
+
+def glide(paddle, rest, press, frames, odd):
+    """(paddle, rest) of Pong some frames on. rest: where the paddle comes to rest; a press moves that by 5.5 a frame, and the paddle
+    goes half the way there in every second frame."""
+    for frame in range(frames):
+        if (frame + odd) % 2 == 0:
+            paddle += (rest - paddle) / 2
+        rest = min(203, max(38, rest + 5.5 * press))
+    return paddle, rest
+
+
+def best_press(paddle, rest, frames, odd, y):
+    """(worth, press) of the best next press if the ball arrives at height y in so many frames, by trying all rows of presses."""
+    options = []
+    for press in (0, 1, -1):
+        then, there = glide(paddle, rest, press, min(4, frames), odd)
+        if frames > 4:
+            worth = best_press(then, there, frames - 4, odd, y)[0]
+        else:
+            off = then - y + 6  # of the paddle's middle from the ball's: beyond 8 it misses, and its ends send the ball away steeply
+            steep = (6 <= off <= 8 if y > 125 else -9 <= off <= -7) and 78 < y < 173
+            worth = 2 if steep else 1 if abs(off) <= 8 else -abs(off)
+        options.append((worth, press == 0, press))
+    return max(options)[::2]
+
+
+def pong(now, before, last):
+    """Returns the ball, and if it can so steeply towards the farther wall that the other side, slower than the ball, doesn't get there."""
+    x, y, paddle, odd = now[49], now[54], now[51], now[8] & 1
+    if y == 0:
+        return "NOOP"  # no ball is in play
+    across, press = x - before[49], {"LEFT": 1, "RIGHT": -1}.get(last[:5].removesuffix("F"), 0)  # LEFT is down, as byte 51 grows
+    rest = before[51] + (paddle - before[51] - (9.6 if odd else 5.5) * press) / 0.75 + 22 * press
+    rest, steps = min(203, max(38, rest)), 99
+    if across > 0 and before[54] and x < 188:
+        steps = (188 - x) / across
+        y = reflect(y + (y - before[54]) * steps, 44.5, 206.5)
+    aim = y - 6 - rest
+    press = best_press(paddle, rest, -int(-4 * steps // 1), odd, y)[1] if steps <= 4 else 0 if abs(aim) <= 12 else 1 if aim > 0 else -1
+    return ("NOOP", "LEFT", "RIGHT")[press]
+
+
+def seaquest(now, before, last):
+    """Just below the surface, firing to the side of an enemy; up when the air is short, and there until it is full."""
+    x, depth, air = now[70], now[97], now[102]
+    if depth > 13 and air <= 12:
+        return "UP"
+    if depth == 13 and air < 60:
+        return "NOOP"
+    if abs(depth - 30) > 3:
+        return "DOWNFIRE" if depth < 30 else "UPFIRE"
+    return "RIGHTFIRE" if now[30] > x else "LEFTFIRE"
+
+
+def boxing(now, before, last):
+    """Up to the other, punching; a button must be let go to punch again."""
+    across, down = now[33] - now[32], now[35] - now[34]
+    move = ("DOWN" if down > 12 else "UP" if down < -12 else "") + ("RIGHT" if across > 20 else "LEFT" if across < -20 else "")
+    return move + "FIRE" if "FIRE" not in last else move or "NOOP"
+
+
+def gopher(now, before, last):
+    """Over the gopher, hitting as in boxing."""
+    aim = now[41] - now[31]
+    move = "" if abs(aim) <= 6 else "RIGHT" if aim > 0 else "LEFT"
+    return move + "FIRE" if "FIRE" not in last else move or "NOOP"
+
+
+def frostbite(now, before, last):
+    """From floe to floe, down and up again."""
+    y = now[100]
+    return "DOWN" if y <= 60 else "UP" if y >= 100 or last == "UP" else "DOWN"
+
+
+def assault(now, before, last):
+    return "UP"  # which shoots
+
+
+class Wanderer:
+    """Random actions, each held for some steps; how many and how large they are differs between episodes."""
+
+    def options(self, index):
+        return None
+
+    def start(self, env, observation, rng):
+        self.low, self.high = env.action_space.low, env.action_space.high
+        self.hold, self.scale, self.left = rng.integers(1, 16), rng.uniform(0.3, 1), 0
+
+    def act(self, observation, rng):
+        if self.left == 0:
+            self.left, self.action = self.hold, self.scale * rng.uniform(self.low, self.high)
+        self.left -= 1
+        return self.action
+
+
+class Own:
+    """A policy of the user's: function (env, rng) -> function observation -> action, called at the start of each episode."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def options(self, index):
+        return None
+
+    def start(self, env, observation, rng):
+        self.step = self.policy(env, rng)
+
+    def act(self, observation, rng):
+        return self.step(observation)
+
+
 # ---------------------------------------------------------------- the sets
 
 
@@ -217,6 +388,14 @@ def ant_maze(name, steps, env, eval_task, **rest):
     return made(name, steps, env, ANT, kwargs=ONE_GOAL, eval_task=eval_task, **rest)
 
 
+def atari(game, rule=None, steps=20_000):
+    return made(game.lower(), steps, f"ALE/{game}-v5", partial(Player, rule), group="atari")
+
+
+def control(task):
+    return made(task.replace("_", "-"), 5_000, f"dm_control/{task}-v0", Wanderer, group="dmc")
+
+
 UMAZE, MEDIUM = ((1, 1), (3, 1)), ((1, 1), (6, 6))  # (reset cell, goal cell) to evaluate on
 SETS = (
     # hopper's levels 2 and 3 stand still for 1,000 steps: half of all transitions would be that
@@ -231,7 +410,18 @@ SETS = (
     | point_maze("pointmaze-umaze", 75_000, "PointMaze_UMaze-v3", arrival=(100, 290))  # of 300 steps
     | point_maze("pointmaze-medium", 120_000, "PointMaze_Medium-v3", arrival=(230, 580))  # of 600
     | point_maze("pointmaze-large", 160_000, "PointMaze_Large-v3", arrival=(400, 770))  # of 800
+    | atari("Breakout", breakout, 40_000)
+    | atari("Pong", pong, 40_000)
+    | atari("Qbert")
+    | atari("Seaquest", seaquest)
+    | atari("Asterix")
+    | atari("Frostbite", frostbite)
+    | atari("Assault", assault)
+    | atari("Gopher", gopher)
+    | atari("Boxing", boxing)
 )
+for _task in screens.CONTROL:
+    SETS |= control(_task)
 SETS |= {f"maze2d-{maze}": SETS[f"pointmaze-{maze}"] for maze in ("umaze", "medium", "large")}  # another name, the same set
 NAMES = {name: entry.steps for name, entry in SETS.items()}  # name -> transitions by default
 
@@ -251,7 +441,9 @@ def robotics():
 
 
 def make(spec, **kwargs):
-    """gymnasium.make for an id or a spec, without the XML file that a maze leaves in the temporary folder."""
+    """gymnasium.make for an id or a spec, screens.make for one of its own, without the XML file that a maze leaves in the temporary folder."""
+    if screens.ours(spec if isinstance(spec, str) else spec.id):
+        return screens.make(spec, **kwargs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "a newer version exists": the version is chosen to match the data
         env = robotics().make(spec, disable_env_checker=True, **kwargs)
@@ -264,11 +456,13 @@ def play(env, policy, index, rng):
     """One whole episode, number `index`, as Minari's EpisodeBuffer: T + 1 observations, T of everything else."""
     from minari.data_collector import EpisodeBuffer
 
-    observation, _ = env.reset(seed=int(rng.integers(2**31)), options=policy.options(index))
+    seed, discrete = int(rng.integers(2**31)), not env.action_space.shape
+    observation, _ = env.reset(seed=seed, options=policy.options(index))
     policy.start(env, observation, rng)
     observations, actions, rewards, terminations, truncations = [observation], [], [], [], []
     while not (terminations and (terminations[-1] or truncations[-1])):
-        action = policy.act(observation, rng).astype(np.float32)  # the precision stored: replayed, it gives the same episode
+        action = policy.act(observation, rng)
+        action = int(action) if discrete else np.asarray(action, np.float32)  # the precision stored: replayed, it gives the same episode
         observation, reward, terminated, truncated, _ = env.step(action)
         observations.append(observation)
         actions.append(action)
@@ -280,11 +474,13 @@ def play(env, policy, index, rng):
     else:
         stacked = np.array(observations)
     rest = {"actions": actions, "rewards": rewards, "terminations": terminations, "truncations": truncations}
-    return EpisodeBuffer(observations=stacked, **{key: np.array(values) for key, values in rest.items()})
+    return EpisodeBuffer(seed=seed, observations=stacked, **{key: np.array(values) for key, values in rest.items()})
 
 
 def spec_of(env, kwargs, task):
     """gymnasium's record of an environment, from which it can be made again. task: (reset cell, goal cell) of a maze, or None."""
+    if screens.ours(env):
+        return screens.spec(env, **kwargs)
     spec = copy.deepcopy(robotics().spec(env))
     spec.kwargs.update(kwargs)
     for (i, j), letter in zip(task or (), "rg", strict=False):  # gymnasium-robotics marks them by letters on the map
@@ -316,11 +512,13 @@ def recipe(dataset_id):
     return json.loads(file.read_text()).get("recipe") if file.exists() else None
 
 
-def collect(name, steps=None, seed=0, progress=True):
+def collect(name, steps=None, seed=0, progress=True, policy=None):
     """Make the set, store it in the place of any older one of its id, and return the id.
 
     name: a key of NAMES. steps: transitions wanted; whole episodes, at most one episode more. The same
     (name, steps, seed) gives the same arrays, bit for bit, on one machine.
+    policy: a player of your own in place of the set's: policy(env, rng) is called when an episode has been reset, and returns the function
+    observation -> action that plays it (a float32 vector in the environment's bounds, or a number).
     Raises ValueError for a wrong name or steps < 1, OSError where Minari's folder can't be written.
     """
     from minari.storage import get_dataset_path
@@ -330,37 +528,42 @@ def collect(name, steps=None, seed=0, progress=True):
     steps = chosen.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
+    parts = (partial(Own, policy),) if policy else chosen.parts
+    record = {"name": chosen.name, "steps": steps, "seed": seed, "version": VERSION} | ({"policy": "the user's"} if policy else {})
     root = get_dataset_path().resolve()  # minari joins a relative folder to itself
-    tempfile.TemporaryDirectory(prefix=".collecting-", dir=root).cleanup()  # an error now, not after the work
-    env, episodes, taken = make(spec_of(chosen.env, chosen.kwargs, chosen.task)), [], 0
-    with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
-        for k, part in enumerate(chosen.parts):
-            policy = part()
-            while taken < steps * (k + 1) / len(chosen.parts):
-                rng = np.random.default_rng([seed, len(episodes)])  # of this episode alone: more episodes change no other
-                episodes.append(play(env, policy, len(episodes), rng))
-                taken += len(episodes[-1].rewards)
-                bar.update(min(taken, steps) - bar.n)
-    # Written to a hidden folder beside the others, where Minari doesn't look, and moved to its place when it is whole:
-    # whatever stops us on the way, what is in that place is never half a set.
+    # Written, episode by episode, to a hidden folder beside the others, where Minari doesn't look, and moved to its place when it
+    # is whole: whatever stops us on the way, what is in that place is never half a set.
     with tempfile.TemporaryDirectory(prefix=".collecting-", dir=root) as staging:
-        new, target = Path(staging, "new"), root / chosen.id
-        store(new, chosen, env, episodes, {"name": chosen.name, "steps": steps, "seed": seed, "version": VERSION})
+        new, target, taken, count = Path(staging, "new"), root / chosen.id, 0, 0
+        with (
+            contextlib.closing(make(spec_of(chosen.env, chosen.kwargs, chosen.task))) as env,
+            tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar,
+        ):
+            storage = store(new, chosen, env, record)
+            for k, part in enumerate(parts):
+                player = part()
+                while taken < steps * (k + 1) / len(parts):
+                    rng = np.random.default_rng([seed, count])  # of this episode alone: more episodes change no other
+                    episode = play(env, player, count, rng)
+                    storage.update_episodes([episode])
+                    taken, count = taken + len(episode.rewards), count + 1
+                    bar.update(min(taken, steps) - bar.n)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             target.rename(Path(staging, "old"))
         new.rename(target)
-    env.close()
     return chosen.id
 
 
-def store(folder, chosen, env, episodes, record):
-    """Write a Minari set to `folder`; minari.create_dataset_from_buffers can only write to the final place."""
+def store(folder, chosen, env, record):
+    """Begin a Minari set in `folder` and return its storage; minari.create_dataset_from_buffers can only write to the final place, all at once."""
     import minari
     from minari.dataset.minari_storage import MinariStorage
 
     (folder / "data").mkdir(parents=True)
-    storage = MinariStorage.new(folder / "data", env.observation_space, env.action_space, spec_of(chosen.env, chosen.kwargs, chosen.task))
+    spec = spec_of(chosen.env, chosen.kwargs, chosen.task)
+    # jpeg_encoding: Minari would store frames by JPEG, which moves pixels
+    storage = MinariStorage.new(folder / "data", env.observation_space, env.action_space, spec, jpeg_encoding=False)
     metadata = {
         "dataset_id": chosen.id,
         "minari_version": minari.__version__,
@@ -370,7 +573,7 @@ def store(folder, chosen, env, episodes, record):
         "recipe": record,
     }
     storage.update_metadata(metadata)
-    storage.update_episodes(episodes)
+    return storage
 
 
 def main(argv=None):

@@ -1,8 +1,9 @@
-"""StARformer as a specification: the groups, the two transformers and how they are tied together.
+"""StARformer as a specification: the groups, the two transformers and how they are tied together, for vectors and for frames.
 
     pytest tests/test_06_starformer.py
 """
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -14,9 +15,11 @@ from models.starformer import PRESETS, Config, Model
 
 S, A, K, B = 4, 2, 5, 2
 CONNECT = ("layerwise", "fusion", "stack")
+FRAMES = dict(state_shape=(2, 36, 48), patch=12)        # 3 x 4 patches; other than square, so that rows and columns cannot be taken for each other
+VARIANTS = list(itertools.product(("patch", "conv"), ("conv", "patch", "none")))       # Table 2: P+C P+P P+_ C+C C+P C+_
 
 
-def build(stir=True, **switches):
+def build(stir=0.3, **switches):
     """A small double-precision model in eval mode; stir moves it off its initialisation, where both position tables are zero."""
     torch.manual_seed(0)
     sizes = dict(state_shape=(S,), act_dim=A, context_len=K, n_layer=2, n_head=2, d=12, dropout=0.0, step_d=8, step_heads=2)
@@ -24,15 +27,26 @@ def build(stir=True, **switches):
     if stir:
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(0.3 * torch.randn_like(p))
+                p.add_(stir * torch.randn_like(p))
     return model
 
 
-def make_batch(discrete=False, steps=K):
+def build_frames(**switches):
+    """The same on frames, stirred less: thousands of pixels add up, and where every tanh is full nothing can be seen to change."""
+    return build(stir=0.05, **FRAMES | switches)
+
+
+def make_batch(discrete=False, steps=K, shape=None):
     g = torch.Generator().manual_seed(1)
     actions = torch.randint(A, (B, steps), generator=g) if discrete else torch.rand(B, steps, A, generator=g, dtype=torch.float64) * 2 - 1
     states, rewards, rtg = (torch.randn(B, steps, size, generator=g, dtype=torch.float64) for size in (S, 1, 1))
+    if shape:
+        states = torch.randint(256, (B, steps, *shape), generator=g, dtype=torch.uint8)
     return dict(states=states, actions=actions, rewards=rewards, rtg=rtg, timesteps=torch.arange(steps).expand(B, steps))
+
+
+def groups(model, batch):
+    return model.groups(*model.inputs(*(batch[k] for k in ("states", "actions", "rewards", "rtg"))))
 
 
 def parameters(model):
@@ -63,16 +77,53 @@ def plain_layer(layer, x, sees):
     return out
 
 
+def plain_patches(embed, frame):
+    """Every patch's token: its pixels times the weights that stand for them, one by one, patches row by row."""
+    C, height, width = frame.shape
+    p, tokens = embed.patch, []
+    for top in range(0, height, p):
+        for left in range(0, width, p):
+            pixels = [frame[c, top + y, left + x].double() / 255 for c in range(C) for y in range(p) for x in range(p)]
+            tokens.append(embed.fc.weight @ torch.stack(pixels) + embed.fc.bias)
+    return tokens
+
+
+def plain_convolutions(embed, frame):
+    """The DQN's layers on one frame, scaled first, by matrix products over cut-out windows."""
+    x = frame.double() / 255
+    for layer, stride in ((embed.first, 4), (embed.conv2, 2), (embed.conv3, 1)):
+        k = layer.kernel_size[0]
+        rows, columns = ((n - k) // stride + 1 for n in x.shape[1:])
+        x = torch.stack([layer.weight.flatten(1) @ x[:, stride * i: stride * i + k, stride * j: stride * j + k].flatten() + layer.bias
+                         for i in range(rows) for j in range(columns)], 1).relu().view(-1, rows, columns)
+    return embed.fc.weight @ x.flatten() + embed.fc.bias
+
+
 def plain_group(model, batch, b, t):
-    """Z_t^0 = {a_{t-1}, r_{t-1} or R_t, s_t^1 .. s_t^S} (Sec. 4.2)."""
-    cfg, z = model.cfg, []
+    """Z_t^0 = {a_{t-1}, r_{t-1} or R_t, s_t^1 .. s_t^n} (Sec. 4.2). On frames a tanh ends a reward, numbers of an action, and convolutions."""
+    cfg, z, state = model.cfg, [], batch["states"][b, t]
+    end = torch.tanh if model.frames else (lambda x: x)
     if cfg.use_actions:
         none = torch.tensor(A) if cfg.discrete else torch.zeros(A).double()
-        z.append(model.embed_action(batch["actions"][b, t - 1] if t else none))
+        a = model.embed_action(batch["actions"][b, t - 1] if t else none)
+        z.append(a if cfg.discrete else end(a))
     if cfg.condition != "none":
         reward = batch["rewards"][b, t - 1] if t else torch.zeros(1).double()
-        z.append(model.embed_condition(batch["rtg"][b, t] if cfg.condition == "rtg" else reward))
-    return z + [model.embed_number(batch["states"][b, t, i: i + 1]) + model.embed_spatial[i] for i in range(S)]
+        z.append(end(model.embed_condition(batch["rtg"][b, t] if cfg.condition == "rtg" else reward)))
+    if cfg.step_state == "conv":
+        return z + [end(plain_convolutions(model.embed_parts, state) if model.frames else model.embed_parts(state))]
+    parts = plain_patches(model.embed_parts, state) if model.frames else [model.embed_parts(state[i: i + 1]) for i in range(S)]
+    return z + [part + model.embed_spatial[i] for i, part in enumerate(parts)]
+
+
+def plain_state(model, state):
+    """h_t without its position (Eq. 5)."""
+    if not model.frames:
+        return model.embed_state(state)
+    if model.cfg.seq_state == "conv":
+        return torch.tanh(plain_convolutions(model.embed_state, state))
+    cut, _, last = model.embed_state
+    return torch.tanh(last.weight @ torch.cat(plain_patches(cut, state)) + last.bias)
 
 
 def plain_model(model, batch):
@@ -80,7 +131,7 @@ def plain_model(model, batch):
     for b in range(B):
         groups, time = [plain_group(model, batch, b, t) for t in range(K)], model.embed_time
         n = len(groups[0])
-        h = [model.embed_state(batch["states"][b, t]) + time[t] for t in range(K)]          # Eq. 5
+        h = None if cfg.seq_state == "none" else [plain_state(model, batch["states"][b, t]) + time[t] for t in range(K)]       # Eq. 5
 
         def represent(fold, groups, time=time):                                             # Eq. 4
             g = [fold.fc(torch.cat([plain_norm(fold.ln_in, token) for token in z])) for z in groups]
@@ -92,15 +143,18 @@ def plain_model(model, batch):
         if cfg.connect == "stack":
             for step in model.steps:
                 groups = [plain_layer(step, z, lambda i, n=n: n) for z in groups]
-            y = woven(represent(model.folds[0], groups), h)
+            g = represent(model.folds[0], groups)
+            y = woven(g, h) if h else g
             for sequence in model.sequence:
                 y = plain_layer(sequence, y, lambda i: i + 1)
-            h = y[1::2]
+            h = y[1::2] if h else y
         else:
             for step, fold, sequence in zip(model.steps, model.folds, model.sequence, strict=True):
                 groups = [plain_layer(step, z, lambda i, n=n: n) for z in groups]
                 g = represent(fold, groups)
-                if cfg.connect == "fusion":
+                if h is None:                                                               # the first of the layers without h
+                    h = plain_layer(sequence, g, lambda i: i + 1)
+                elif cfg.connect == "fusion" or cfg.seq_state == "none":
                     h = plain_layer(sequence, [a + c for a, c in zip(g, h, strict=True)], lambda i: i + 1)
                 else:
                     h = plain_layer(sequence, woven(g, h), lambda i: i + 1)[1::2]           # y_{2i}, counted from 1
@@ -110,7 +164,8 @@ def plain_model(model, batch):
 
 
 CASES = [dict(connect=connect) for connect in CONNECT] + [dict(condition="rtg"), dict(condition="none"), dict(use_actions=False),
-                                                          dict(discrete=True), dict(step_heads=4, n_head=3, activation="relu")]
+                                                          dict(discrete=True), dict(step_heads=4, n_head=3, activation="relu"),
+                                                          dict(step_state="conv"), dict(seq_state="none"), dict(seq_state="none", connect="stack")]
 
 
 @pytest.mark.parametrize("switches", CASES, ids=str)
@@ -121,13 +176,202 @@ def test_the_model_is_its_equations_written_as_loops_over_groups_tokens_and_head
         assert torch.allclose(model(**batch), plain_model(model, batch), atol=1e-11)
 
 
+FRAME_CASES = [dict(step_state=step, seq_state=seq) for step, seq in VARIANTS]
+FRAME_CASES += [dict(connect="stack", seq_state=seq) for seq in ("conv", "none")] + [dict(connect="fusion"), dict(connect="fusion", seq_state="none")]
+FRAME_CASES += [dict(condition="rtg", discrete=True), dict(condition="none", discrete=True), dict(use_actions=False)]
+
+
+@pytest.mark.parametrize("switches", FRAME_CASES, ids=str)
+def test_on_frames_too(switches):
+    """The six variants of Table 2, the three connections, patches cut by loops over pixels, convolutions over windows."""
+    model, batch = build_frames(**switches), make_batch(switches.get("discrete", False), shape=FRAMES["state_shape"])
+    with torch.no_grad():
+        y = model(**batch)
+        assert torch.allclose(y, plain_model(model, batch), atol=1e-11)
+        darker = batch["states"].clone()
+        darker[:, 2] //= 2
+        assert (model(**batch | {"states": darker}) - y).abs().amax((0, 2)).tolist() != [0.0] * K      # the states do come through
+
+
+# ---------------------------------------------------------------------------------------------------- frames
+
+def test_patches_stand_row_by_row_in_the_group():
+    """One lit pixel moves one token, that of the patch it lies in, whatever its channel."""
+    model = build_frames()
+    embed, dark = model.embed_parts, torch.zeros(1, 1, *FRAMES["state_shape"], dtype=torch.uint8)
+    for channel, y, x in ((0, 0, 0), (1, 35, 47), (0, 11, 12), (1, 12, 11), (0, 30, 5)):
+        lit = dark.clone()
+        lit[0, 0, channel, y, x] = 255
+        moved = (embed(lit) - embed(dark))[0, 0].abs().amax(-1) > 0
+        assert moved.nonzero().flatten().tolist() == [y // 12 * 4 + x // 12]
+        assert torch.allclose((embed(lit) - embed(dark))[0, 0, y // 12 * 4 + x // 12], embed.fc.weight[:, channel * 144 + y % 12 * 12 + x % 12])
+
+
+@pytest.mark.parametrize("step, seq", VARIANTS)
+def test_frames_may_come_as_bytes_or_as_numbers_from_0_to_255(step, seq):
+    model, batch = build_frames(step_state=step, seq_state=seq).float(), make_batch(shape=FRAMES["state_shape"])
+    batch = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        assert torch.equal(model(**batch | {"states": batch["states"].to(dtype)}), model(**batch))
+
+
+def test_bfloat16_sees_every_one_of_the_256_greys():
+    """255ths have more digits than bfloat16 keeps: neighbouring greys would come to differ by more or less than one. Weights are scaled,
+    pixels are not: with weights of 255 and -255 on two pixels, their difference is exact."""
+    model, seen = build_frames().float(), []
+    frames = torch.arange(256, dtype=torch.uint8).view(1, 256, 1, 1, 1).repeat(1, 1, *FRAMES["state_shape"])
+    frames[..., 0, 1] = 201
+    cut, whole = model.embed_parts, model.embed_state
+    whole.conv2.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, 0, 0, 0]))       # a pixel of the first layer's output
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for layer in (cut.fc, whole.first):
+            layer.weight.zero_().view(len(layer.weight), -1)[0, :2] = torch.tensor([255.0, -255.0])
+            layer.bias.zero_()
+        seen.append(cut(frames)[0, :, 0, 0].relu())
+        whole(frames)
+    for x in seen:
+        assert x.dtype == torch.bfloat16 and torch.equal(x.double(), (torch.arange(256) - 201).relu().double())
+
+
+def test_a_side_that_the_patch_does_not_divide_is_refused_and_so_are_patches_of_a_vector():
+    for patch in (7, 16):
+        for switches in (dict(), dict(step_state="conv", seq_state="patch")):
+            with pytest.raises(ValueError, match="does not divide"):
+                build_frames(**dict(patch=patch) | switches)
+    assert build_frames(patch=7, step_state="conv")                                         # nothing is cut
+    with pytest.raises(ValueError, match="for frames"):
+        build(seq_state="patch")
+
+
+@pytest.mark.parametrize("connect", CONNECT)
+@pytest.mark.parametrize("step, seq", VARIANTS)
+def test_every_variant_sees_all_up_to_its_step_and_nothing_later(step, seq, connect):
+    """By gradient: the prediction at t moves with s up to t, a and r before t. Frames as numbers, since bytes have no gradient."""
+    model = build_frames(step_state=step, seq_state=seq, connect=connect)
+    batch = make_batch(shape=FRAMES["state_shape"])
+    inputs = {k: batch[k].double().requires_grad_() for k in ("states", "actions", "rewards")}
+    y = model(**batch | inputs)
+    for t in range(K):
+        read = torch.autograd.grad(y[:, t].sum(), list(inputs.values()), retain_graph=True)
+        for name, gradient in zip(inputs, read, strict=True):
+            past = t + (name == "states")
+            assert (gradient.flatten(2).abs().amax((0, 2)) > 0).tolist() == [True] * past + [False] * (K - past), (name, t)
+
+
+def test_a_frames_whole_and_its_patches_have_weights_of_their_own():
+    """Also in P+P and C+C, where the same picture is read twice in the same way."""
+    for step, seq in (("patch", "patch"), ("conv", "conv")):
+        model = build_frames(step_state=step, seq_state=seq)
+        parts = {id(p) for p in model.embed_parts.parameters()}
+        assert parts and not parts & {id(p) for p in model.embed_state.parameters()}
+
+
+# ---------------------------------------------------------------------------------------------------- acting with a memory
+
+MEMORY_CASES = [FRAMES | dict(step_state=step, seq_state=seq) for step, seq in VARIANTS]
+MEMORY_CASES += [base | dict(connect=connect, condition=condition, seq_state=seq) for base in (dict(), FRAMES) for connect in CONNECT
+                 for condition in ("reward", "rtg", "none") for seq in ("conv", "none")]
+MEMORY_CASES += [dict(use_actions=False), dict(discrete=True), dict(context_len=1), dict(context_len=2)]
+
+
+@pytest.mark.parametrize("only_last", [False, True], ids=["whole history", "last K"])
+@pytest.mark.parametrize("switches", MEMORY_CASES, ids=str)
+def test_acting_with_a_memory_is_acting_without(switches, only_last):
+    """Until the window is full a step is added to it. Then it slides: the step that comes to stand first loses its previous action."""
+    model = build(stir=0.1 if "patch" in switches else 0.3, **switches).float()
+    size = model.cfg.context_len
+    batch = make_batch(model.cfg.discrete, steps=size + 4, shape=switches.get("state_shape"))
+    batch = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+    memory, logits = {}, []
+    model.head.register_forward_hook(lambda module, args, y: logits.append(y[:, -1]))
+    for t in range(1, size + 5):
+        history = {k: v[:, max(0, t - size) if only_last else 0: t].clone() for k, v in batch.items()}
+        model.act(**history)
+        for name in ("actions", "rewards"):                                                 # the placeholders are not remembered either
+            history[name][:, -1] = 1 - history[name][:, -1]
+        model.act(**history, memory=memory)
+        assert torch.allclose(logits[-2], logits[-1], atol=1e-5), t
+        assert memory["steps"].shape[:2] == (B, min(t, size))
+
+
+def test_a_memory_looks_at_the_new_step_alone_and_at_the_one_that_comes_to_stand_first():
+    model, batch, seen, memory = build_frames(), make_batch(steps=K + 2, shape=FRAMES["state_shape"]), [], {}
+    model.steps[0].register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    for t in range(1, K + 3):
+        model.act(**{k: v[:, :t] for k, v in batch.items()}, memory=memory)
+    assert seen == [B] * K + [2 * B] * 2
+
+
+def test_rows_of_a_memory_leave_with_their_episodes():
+    model, batch, memory = build(), make_batch(steps=4), {}
+    for t in (1, 2, 3):
+        model.act(**{k: v[:, :t] for k, v in batch.items()}, memory=memory)
+    memory = {k: v[1:] for k, v in memory.items()}
+    rest = {k: v[1:] for k, v in batch.items()}
+    assert torch.allclose(model.act(**rest, memory=memory), model.act(**rest))
+
+
+def test_a_memory_of_another_history_is_refused_where_its_length_gives_it_away():
+    model, memory = build(), {}
+    model.act(**make_batch(steps=1), memory=memory)
+    with pytest.raises(ValueError, match="one longer"):
+        model.act(**make_batch(steps=3), memory=memory)
+
+
+# ---------------------------------------------------------------------------------------------------- attention maps
+
+@pytest.mark.parametrize("switches", [dict(), FRAMES, FRAMES | dict(step_state="conv"), dict(condition="none", use_actions=False)], ids=str)
+def test_maps_are_the_weights_that_the_step_transformer_uses(switches):
+    """Recomputed by hand from each layer's input, and: with them in place of the fused kernel a layer gives the same output."""
+    model = build(stir=0.1, n_layer=3, **switches)
+    batch, kept = make_batch(shape=switches.get("state_shape")), []
+    for step in model.steps:
+        step.mixer.register_forward_hook(lambda module, args, y: kept.append((args[0], y)))
+    y = model(**batch)
+    used = list(kept)
+    maps = model.maps(batch)
+    n = used[0][0].shape[1]
+    assert maps.shape == (3, B, K, 2, n, n) and not maps.requires_grad
+    assert torch.allclose(maps.sum(-1), torch.ones_like(maps[..., 0]))
+    assert torch.equal(model(**batch), y)
+    for layer, (step, (x, out)) in enumerate(zip(model.steps, used, strict=True)):
+        w, bias = step.mixer.qkv.weight, step.mixer.qkv.bias
+        v = (x @ w[16:].T + bias[16:]).view(B * K, n, 2, 4)
+        q, k = ((x @ w[8 * i: 8 * i + 8].T + bias[8 * i: 8 * i + 8]).view(B * K, n, 2, 4) for i in range(2))
+        scores = torch.einsum("bihc,bjhc->bhij", q, k) / 2
+        assert torch.allclose(maps[layer].flatten(0, 1), scores.exp() / scores.exp().sum(-1, keepdim=True))
+        mixed = torch.einsum("bhij,bjhc->bihc", maps[layer].flatten(0, 1), v).flatten(2)
+        assert torch.allclose(step.mixer.proj(mixed), out)
+
+
+def test_the_actions_row_of_a_map_can_be_laid_over_the_picture():
+    """As its docstring says: what the action token sees in the last h * w columns is the patches, row by row, so .view(h, w) is a picture.
+    Made to look for the one bright patch, it finds it where it is."""
+    model = build_frames(n_layer=1, step_heads=1, use_actions=True, discrete=True, condition="none")
+    batch = make_batch(discrete=True, shape=FRAMES["state_shape"])
+    batch["states"].zero_()
+    batch["states"][:, :, :, 12:24, 36:48] = 255                                            # row 1, column 3
+    mixer = model.steps[0].mixer
+    with torch.no_grad():
+        model.embed_parts.fc.weight.copy_(torch.eye(8)[:, :1].expand(8, 288) / 50 - 1 / 400)
+        model.embed_spatial.zero_()
+        mixer.qkv.weight.zero_()
+        mixer.qkv.bias.zero_()
+        mixer.qkv.bias[0] = 5.0                                                             # whoever asks, asks for channel 0
+        mixer.qkv.weight[8, 0] = 5.0                                                        # and keys tell it
+    picture = model.maps(batch)[0, :, :, 0, 0, -12:].view(B, K, 3, 4)
+    assert torch.equal(picture.flatten(2).argmax(-1), torch.full((B, K), 1 * 4 + 3))
+
+
+
+
 # ---------------------------------------------------------------------------------------------------- the step transformer
 
-def test_a_group_holds_the_previous_action_the_reward_and_one_token_per_state_number():
-    batch = {k: v for k, v in make_batch().items() if k != "timesteps"}
-    for switches, n in [(dict(), S + 2), (dict(condition="rtg"), S + 2), (dict(condition="none"), S + 1), (dict(use_actions=False), S + 1)]:
+def test_a_group_holds_the_previous_action_the_reward_and_one_token_per_number_or_patch_or_whole_state():
+    for switches, n in [(dict(), S + 2), (dict(condition="rtg"), S + 2), (dict(condition="none"), S + 1), (dict(use_actions=False), S + 1),
+                        (dict(step_state="conv"), 3), (FRAMES, 12 + 2), (FRAMES | dict(step_state="conv"), 3)]:
         model = build(**switches)
-        assert model.groups(**batch).shape == (B * K, n, 8)
+        assert groups(model, make_batch(shape=switches.get("state_shape"))).shape == (B * K, n, 8)
         assert model.folds[0].fc.in_features == n * 8
 
 
@@ -149,11 +393,11 @@ def test_the_step_transformer_knows_nothing_of_other_steps():
 
 def test_the_spatial_embedding_tells_state_numbers_apart():
     """One Linear reads all numbers; at the start, without it, the step transformer sees a set: swapped numbers give swapped tokens."""
-    for stir in (False, True):
-        model, batch = build(stir=stir), {k: v for k, v in make_batch().items() if k != "timesteps"}
+    for stir in (0, 0.3):
+        model, batch = build(stir=stir), make_batch()
         order = [0, 1, 2, 4, 3, 5]                                                          # a, r, s1, s3, s2, s4
-        z = model.steps[0](model.groups(**batch))
-        swapped = model.steps[0](model.groups(**batch | {"states": batch["states"][..., [0, 2, 1, 3]]}))
+        z = model.steps[0](groups(model, batch))
+        swapped = model.steps[0](groups(model, batch | {"states": batch["states"][..., [0, 2, 1, 3]]}))
         assert torch.allclose(z[:, order], swapped) == (not stir)
 
 
@@ -177,7 +421,7 @@ def test_a_window_starts_without_a_previous_action_and_with_the_reward_zero(disc
     model, long = build(discrete=discrete), make_batch(discrete, steps=K + 3)
     window = {k: v[:, 3:] for k, v in long.items()}
     assert torch.equal(model.act(**long), model.act(**window))
-    z = model.groups(**{k: v for k, v in window.items() if k != "timesteps"}).view(B, K, S + 2, 8)
+    z = groups(model, window).view(B, K, S + 2, 8)
     none = model.embed_action(torch.tensor(A)) if discrete else model.embed_action.bias
     assert torch.equal(z[:, 0, 0], none.expand(B, 8)) and torch.equal(z[:, 0, 1], model.embed_condition.bias.expand(B, 8))
     real = model.embed_action(window["actions"][:, 0])
@@ -212,12 +456,14 @@ def test_layerwise_reads_every_step_layer_and_stack_only_the_last():
     assert sizes["fusion"] == sizes["layerwise"]
     assert sizes["stack"] == {name: n for name, n in sizes["layerwise"].items() if not name.startswith("folds.1")}
     lengths = {}
-    for connect in CONNECT:
-        model, lengths[connect] = build(connect=connect), []
-        for layer in model.sequence:
-            layer.mixer.register_forward_pre_hook(lambda module, args, connect=connect: lengths[connect].append(args[0].shape[1]))
-        model(**make_batch())
-    assert lengths == dict(layerwise=[2 * K, 2 * K], fusion=[K, K], stack=[2 * K, 2 * K])
+    for seq in ("conv", "none"):
+        for connect in CONNECT:
+            model, lengths[connect, seq] = build(connect=connect, seq_state=seq), []
+            for layer in model.sequence:
+                layer.mixer.register_forward_pre_hook(lambda module, args, key=(connect, seq): lengths[key].append(args[0].shape[1]))
+            model(**make_batch())
+    long, short = [2 * K, 2 * K], [K, K]
+    assert lengths == {("layerwise", "conv"): long, ("fusion", "conv"): short, ("stack", "conv"): long} | {(c, "none"): short for c in CONNECT}
 
 
 def multiply_accumulates(model, call):
@@ -266,20 +512,38 @@ def test_hopper_has_the_released_models_692367_parameters_less_two_heads_that_ne
     assert sum(size for name, size in sizes.items() if ".mixer." in name) == 3 * (4 * (d * d + d) + 4 * (e * e + e)) == 201_408
 
 
-def test_weight_decay_falls_on_matrices_alone():
-    for discrete in (False, True):
-        model = build(discrete=discrete)
-        decay, rest = model.param_groups(0.1)
-        assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
-        ids = {id(p): name for name, p in model.named_parameters()}
-        names = [[ids[id(p)] for p in group["params"]] for group in (decay, rest)]
-        assert sorted(names[0] + names[1]) == sorted(ids.values())
-        tables = {"embed_spatial", "embed_time"} | ({"embed_action.weight"} if discrete else set())
-        assert set(names[1]) == {name for name in ids.values() if name.endswith("bias") or ".ln" in name or name.startswith("ln_")} | tables
+def test_breakout_has_the_released_models_14447076_parameters():
+    """Counted by hand: 4 frames of 84 x 84, 4 actions, reward, K 30, patch 7, d 192 and 64, 6 layers. Three quarters of it fold groups into g."""
+    d, e, n = 192, 64, 1 + 1 + 144
+
+    def layer(d):
+        return 2 * 2 * d + (d * 3 * d + 3 * d) + (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d)
+
+    embed = (4 * 49 * e + e) + 144 * e + (4 + 1) * e + (e + e) + 30 * d                     # patches, spatial, actions and none, reward, time
+    convolutions = (4 * 64 * 32 + 32) + (32 * 16 * 64 + 64) + (64 * 9 * 64 + 64)
+    fold = 2 * e + (n * e * d + d) + 2 * d
+    head = 2 * d + (d * 4 + 4)
+    sizes = dict(state_shape=(4, 84, 84), act_dim=4, discrete=True, context_len=30, patch=7, d=d, n_head=8, step_d=e, step_heads=4, n_layer=6)
+    total = embed + convolutions + (3136 * d + d) + 6 * (layer(e) + fold + layer(d)) + head
+
+    def size(**switches):
+        with torch.device("meta"):                                                          # shapes without numbers
+            return sum(parameters(Model(Config(**sizes | switches))).values())
+
+    assert size() == total == 14_447_076
+    assert 6 * fold == 10_768_512
+
+    grouped = 6 * (n - 3) * e * d                                                           # what the folds lose with one token in place of 144
+    own = convolutions + (3136 * e + e) - (4 * 49 * e + e) - 144 * e                        # the group's picture, by convolutions
+    cut = (4 * 49 * e + e) + (144 * e * d + d) - convolutions - (3136 * d + d)              # the sequence's, by patches
+    gone = convolutions + 3136 * d + d
+    for step, seq in VARIANTS:
+        expected = total + (own - grouped if step == "conv" else 0) + dict(conv=0, patch=cut, none=-gone)[seq]
+        assert size(step_state=step, seq_state=seq) == expected, (step, seq)
 
 
 def test_linear_maps_start_small_and_position_tables_at_zero():
-    model = build(stir=False, d=120)
+    model = build(stir=0, d=120)
     assert not model.embed_spatial.any() and not model.embed_time.any()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -287,15 +551,27 @@ def test_linear_maps_start_small_and_position_tables_at_zero():
     assert 0.019 < model.sequence[0].mlp[0].weight.std() < 0.021
 
 
-def test_presets_hold_the_released_gym_settings():
-    table = dict(n_layer=3, n_head=1, d=128, step_heads=4, step_d=16, context_len=20, batch_size=64, dropout=0.1, activation="gelu",
-                 lr=1e-4, weight_decay=1e-4, betas=(0.9, 0.95), clip=0.25, warmup=10_000, steps=100_000, condition="reward")
-    assert {k: PRESETS["*"][k] for k in table} == table
+def test_presets_hold_the_released_gym_settings_and_the_papers_tables_4_and_5():
+    """Typed in a second time, from the script and from the paper. 512 * 20 tokens of warm-up, B * K of them an update, are 5 updates."""
+    gym = dict(n_layer=3, n_head=1, d=128, step_heads=4, step_d=16, context_len=20, batch_size=64, dropout=0.1, activation="gelu", lr=1e-4,
+               weight_decay=1e-4, decay="matrices", betas=(0.9, 0.95), clip=0.25, warmup=10_000, steps=100_000, condition="reward")
+    both = dict(n_layer=6, n_head=8, d=192, step_heads=4, step_d=64, context_len=30, dropout=0.1, activation="gelu", clip=1.0, weight_decay=0.1,
+                decay="matrices", betas=(0.9, 0.95), condition="reward", schedule="cosine", lr_floor=0.1, warmup=round(512 * 20 / (64 * 30)))
+    atari = both | dict(lr=6e-4, patch=7, batch_size=64, steps=10 * (500_000 // 64))
+    dmc = both | dict(lr=1e-3, patch=12, batch_size=64, steps=10 * (100_000 // 64))
+    for name, table in {"*": gym, "atari": atari, "dmc": dmc}.items():
+        assert {k: PRESETS[name][k] for k in table} == table, name
 
 
 def test_every_preset_names_fields_that_exist():
-    trainer = {"batch_size", "lr", "weight_decay", "betas", "warmup", "schedule", "clip", "steps", "targets", "rtg_scale", "reward_scale",
-               "eval_episodes", "pct_traj"}
+    trainer = {"batch_size", "lr", "weight_decay", "decay", "betas", "warmup", "schedule", "lr_floor", "clip", "steps", "targets", "rtg_scale",
+               "reward_scale", "eval_episodes", "pct_traj", "sample"}
     fields = {f.name for f in dataclasses.fields(Config)}
     for name, preset in PRESETS.items():
         assert preset.keys() <= fields | trainer, name
+
+
+def test_small_frames_fit_a_picture_of_84_pixels():
+    preset = PRESETS["atari"] | PRESETS["small"] | PRESETS["small-frames"]
+    model = Model(Config(state_shape=(4, 84, 84), act_dim=4, discrete=True, **{k: v for k, v in preset.items() if hasattr(Config, k)}))
+    assert model.embed_parts.n == 36 and sum(parameters(model).values()) < 1_500_000

@@ -240,7 +240,7 @@ def test_collecting_again_replaces_the_set(folder):
 
 @pytest.mark.parametrize("where", ["play", "store"])
 def test_a_failed_collection_leaves_the_old_set(where, monkeypatch, folder):
-    """Whether it fails while playing or half-way through writing."""
+    """Whether it fails while playing or when the new set has been begun."""
     old = arrays(load("pointmaze-umaze", 300, 0))
     before = getattr(c, where)
 
@@ -265,9 +265,9 @@ def test_a_killed_collection_leaves_the_old_set():
     killed = """if True:
         import os
         from policies import collect as c
-        store = c.store
-        c.store = lambda *args: (store(*args), os.kill(os.getpid(), 9))  # written, but not yet in its place
-        c.collect("pointmaze-umaze", 300, 1)"""
+        play = c.play
+        c.play = lambda env, policy, index, rng: play(env, policy, index, rng) if index == 0 else os.kill(os.getpid(), 9)  # one episode is written
+        c.collect("pointmaze-umaze", 600, 1)"""
     run = subprocess.run([sys.executable, "-c", killed], cwd=SCRIPT.parent.parent, capture_output=True)
     assert run.returncode == -9
     assert list(minari.list_local_datasets()) == ["local/pointmaze/umaze-v0"]
