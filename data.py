@@ -22,14 +22,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from envs import D4RL_URL, ENVS, Env, UserError, describe, flat, get_env, make_env, nearest, observe  # noqa: F401 (part of this module's face)
+from envs import D4RL_URL, ENVS, HUGE, Env, UserError, describe, flat, get_env, make_env, nearest, observe, short  # noqa: F401 (this module's face)
 from frames import SIDE, gray, load_replay
 from policies import collect
 
 # --------------------------------------------------------------------------- trajectories
-
-HUGE = 1e30     # returns, means and bounds of numbers up to it still fit into float32
-
 
 def numbers(x, shape, what):
     """x as a float32 array of this shape (-1: any one size), not copied if it is one already. Raises UserError if it is not finite or HUGE."""
@@ -139,7 +136,7 @@ class Trajectories:
     def top(self, fraction):
         """The episodes of highest return that together hold this fraction of the transitions (%BC of the DT paper); at least one."""
         order = self.returns.argsort(descending=True, stable=True)
-        keep = order[: max(1, int((self.lengths[order].cumsum(0) <= fraction * len(self)).sum()))].sort().values
+        keep = order[: max(1, int((self.lengths[order].cumsum(0).double() <= fraction * len(self)).sum()))].sort().values
         index = torch.cat([torch.arange(self.starts[e], self.starts[e + 1]) for e in keep])
         out = copy.copy(self)
         for name, at in dict(lengths=keep, terminated=keep, truncated=keep, returns=keep,
@@ -220,11 +217,6 @@ def array_bytes(node, depth=8):
     if depth == 0:
         raise ValueError(f"groups within groups without end at {node.name[:80]}")
     return sum(array_bytes(node[k], depth - 1) for k in node)
-
-
-def short(error):
-    """A library's message on one line of at most 300 letters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def load_d4rl(path, env=None, name=""):
@@ -310,35 +302,39 @@ def load_minari(id, env=None, source="minari", download=True, transitions=None):
               else dict(action_low=space.low, action_high=space.high))
     layout = {"first": 27 if env and env.family in ("ant", "antmaze") else None, "position": False, "stack": images}     # ant: contact forces follow
     first = episodes[0].observations
-    if isinstance(first, dict) and "observation" in first and isinstance(first.get("achieved_goal"), np.ndarray):
+    if isinstance(first, dict) and all(isinstance(first.get(k), np.ndarray) and first[k].ndim == 2 for k in ("observation", "achieved_goal")):
         n = first["achieved_goal"].shape[-1]
         layout["position"] = not np.array_equal(first["observation"][:, :n], first["achieved_goal"])     # AntMaze's observation lacks it
-    states, goals, usual = [], [], None
+    states, goals, ends, usual = [], [], [], None
     for e in episodes:
-        T = len(e.rewards)
         try:
             state, goal = observe(e.observations, layout)
-        except (ValueError, TypeError, IndexError) as error:
-            raise UserError(f"{id}: observations of {dataset.observation_space} are not vectors of numbers ({error})") from error
-        shapes = state.shape[1:], np.shape(e.actions)[1:], np.shape(e.rewards)[1:]
+        except (ValueError, TypeError, IndexError, KeyError) as error:
+            raise UserError(f"{id}: observations of episode {e.id} are not vectors of numbers ({short(error)})") from error
+        (n, *shape), (n_goals, *goal_shape), (n_actions, *action_shape), (T, *rest) = (
+            np.shape(x) or [0] for x in (state, state if goal is None else goal, e.actions, e.rewards))
+        shapes = shape, None if goal is None else goal_shape, action_shape
         usual = usual or shapes
-        if shapes != usual or shapes[2]:
-            raise UserError(f"{id}: episode {e.id} has states, actions and rewards of shapes {shapes} a step; the first has {usual}")
-        if len(state) not in (T, T + 1) or len(e.actions) != T:
-            raise UserError(f"{id}: episode {e.id} has {len(state)} observations, {len(e.actions)} actions and {T} rewards. {again}")
+        if shapes != usual or rest:
+            raise UserError(f"{id}: episode {e.id} has states, goals, actions, rewards of shapes {(*shapes, rest)} a step; the first has {usual}")
+        if n not in (T, T + 1) or n_goals != n or n_actions != T or not len(e.terminations) == len(e.truncations) == T:
+            raise UserError(f"{id}: episode {e.id} has {n} observations, {n_goals} goals, {n_actions} actions, {T} rewards, {len(e.terminations)} "
+                            f"terminations and {len(e.truncations)} truncations. {again}")
+        ends.append([flags(x, f"{id}: {what} of episode {e.id}")[-1:].any() for what, x in
+                     (("terminations", e.terminations), ("truncations", e.truncations))])
         states.append(state[:T])
         goals.append(None if goal is None else goal[:T])
     if states[0].ndim != 2 and not images:
         raise UserError(f"{id}: observations have shape {states[0].shape[1:]}; vectors of numbers are needed")
     spec = dataset._eval_env_spec or dataset.env_spec      # minari 0.5 has no public name for the first
-    limit = (spec and spec.max_episode_steps) or max(len(e.rewards) for e in episodes)
+    limit = spec and spec.max_episode_steps
+    limit = limit if isinstance(limit, int) and limit > 0 else max(len(e.rewards) for e in episodes)
     spec = None if spec is None else json.loads(spec.to_json())
     if images and spec and spec["id"].startswith("ALE/"):       # the set's own wrappers do not matter: its frames are gray and small by now
         spec = {"id": spec["id"], "kwargs": {}}
     states = episodes[0].observations.base[:sum(map(len, states))] if images else np.concatenate(states)
     return Trajectories(states, np.concatenate([e.actions for e in episodes]), np.concatenate([e.rewards for e in episodes]),
-                        [len(e.rewards) for e in episodes], [bool(e.terminations[-1:].any()) for e in episodes],
-                        [bool(e.truncations[-1:].any()) for e in episodes], None if goals[0] is None else np.concatenate(goals), dataset=id,
+                        [len(e.rewards) for e in episodes], *np.transpose(ends), None if goals[0] is None else np.concatenate(goals), dataset=id,
                         source=source, layout=layout, max_ep_len=None if images else env.max_ep_len if env else limit,
                         env_spec={"id": env.id, "kwargs": env.kwargs} if env else spec and json.dumps(spec), stack=env.stack if env else 4,
                         clip_rewards=env is not None and env.clip_rewards, **kwargs)
@@ -441,7 +437,8 @@ def load(name, source="auto", data="", goal=True, transitions=500_000):
                 print(f"collecting {name}, once: it is kept in {minari_root()}", flush=True)
                 id = collect_local(name)
             out = load_minari(id, env, "local", False, transitions)
-            made = collect.recipe(id) or {}
+            made = collect.recipe(id)
+            made = made if isinstance(made, dict) else {}
             if (made.get("steps"), made.get("version")) != (collect.NAMES[name], collect.VERSION):
                 print(f"note: the stored {id} was made with steps={made.get('steps')}, not the usual {collect.NAMES[name]:,}, or by another "
                       f"version of collect.py; 'python data.py collect {name}' makes it anew")

@@ -17,6 +17,14 @@ class UserError(Exception):
     """Something the user can put right; commands print it as one message and leave with exit code 2."""
 
 
+HUGE = 1e30     # sums, means and differences of numbers up to it still fit into float32; data beyond it are refused
+
+
+def short(error):
+    """A library's message in one line of at most 300 letters, for a UserError."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 @dataclass(frozen=True)
 class Env:
     """What is known of an environment. A paper's choices (context, learning rate, targets) are in the model file's PRESETS."""
@@ -159,6 +167,15 @@ def flat(x):
     return np.concatenate([flat(x[k]) for k in sorted(x)], -1) if isinstance(x, dict) else np.asarray(x)
 
 
+def real(x):
+    """x as a float32 array; ValueError for text and complex numbers, which NumPy would turn into others."""
+    x = np.asarray(x)
+    if x.dtype.kind not in "fiub":
+        raise ValueError(f"type {x.dtype}")
+    with np.errstate(over="ignore"):        # to infinity, which is refused later
+        return x.astype(np.float32, copy=False)
+
+
 def observe(observation, layout):
     """(state (..., S), goal (..., G) or None) out of one observation or a batch of them; layout comes with the Trajectories.
 
@@ -169,12 +186,12 @@ def observe(observation, layout):
     goal = None
     if isinstance(observation, dict):
         if "desired_goal" in observation and not isinstance(observation["desired_goal"], dict):
-            goal = np.asarray(observation["desired_goal"], np.float32)
+            goal = real(observation["desired_goal"])
         state = (observation["observation"] if "observation" in observation
                  else flat({k: v for k, v in observation.items() if goal is None or k != "desired_goal"}))
-        state = np.asarray(state, np.float32)[..., : layout["first"]]
+        state = real(state)[..., : layout["first"]]
         if layout["position"]:
-            state = np.concatenate([np.asarray(observation["achieved_goal"], np.float32), state], -1)
+            state = np.concatenate([real(observation["achieved_goal"]), state], -1)
     else:
-        state = np.asarray(observation, np.float32)[..., : layout["first"]]
+        state = real(observation)[..., : layout["first"]]
     return state, goal

@@ -25,7 +25,7 @@ ROWS = 50       # episodes played side by side
 def batched(observations):
     """n observations, arrays or dicts of them, as one with a leading axis n."""
     first = observations[0]
-    return {k: batched([o[k] for o in observations]) for k in first} if isinstance(first, dict) else np.stack(observations)
+    return {k: batched([o[k] for o in observations]) for k in first} if isinstance(first, dict) else np.array(observations)
 
 
 @torch.no_grad()
@@ -62,7 +62,8 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
                 h[:, :at] = h[:, span - at:].clone()
         x, goal = observe(batched(observations), meta["layout"])
         if stack:
-            states[:, at, :-1] = states[:, at - 1, 1:]      # at 0 that is the last place: zeros before the first step
+            if t:
+                states[:, at, :-1] = states[:, at - 1, 1:]      # -1 for K = 1 alone, whose step before is the stretch's last
             states[:, at, -1] = torch.from_numpy(x).to(device)
         else:
             x = np.concatenate([x, goal], 1) if meta["goal"] else x
@@ -72,7 +73,8 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
         if "rtg" not in zero:
             rtg[:, at, 0] = torch.from_numpy(((targets[alive] - achieved[alive]) / meta["rtg_scale"]).astype(np.float32)).to(device)
         window = slice(max(0, at + 1 - K), at + 1)
-        history = [h[:, window] for h in (states, actions, rewards, rtg)]
+        # views; then copies, which start at even addresses: by its address a lone row may be rounded otherwise
+        history = [h[:, window] if len(alive) == n else h[:, window].clone() for h in (states, actions, rewards, rtg)]
         if "states" in zero:
             history[0] = torch.cat([torch.zeros_like(history[0][:, :-1]), history[0][:, -1:]], 1)
         if "actions" in zero:
@@ -100,13 +102,13 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
         keep = np.flatnonzero(~(np.array(terminated, bool) | np.array(truncated, bool)))
         if not len(keep):
             break
-        if len(keep) < len(alive):      # once per ending the rows move up, so that every other step reads views and copies nothing
+        if len(keep) < len(alive):      # the rows that play on move up, once, and no step has to pick them out again
             alive, playing, observations = alive[keep], [playing[j] for j in keep], [observations[j] for j in keep]
             rows = torch.as_tensor(keep, device=device)
+            memory = memory and {k: v[rows] for k, v in memory.items()}
             for h in (states, actions, rewards, rtg):
                 h[: len(keep), window] = h[rows, window]
             states, actions, rewards, rtg = (h[: len(keep)] for h in (states, actions, rewards, rtg))
-            memory = memory and {k: v[rows] for k, v in memory.items()}
     return {"return": returns, "achieved": achieved, "length": lengths, "success": success}
 
 

@@ -3,6 +3,7 @@
 A state is a stack of the last 4 frames (3 in DMC), so storing stacks would take four times the space. Frames are stored once, one byte a
 pixel (500,000 transitions: 3.3 GiB), on disk, and stacked while sampling. N transitions.
 """
+import errno
 import gzip
 import json
 import math
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from envs import UserError
+from envs import HUGE, UserError, short
 
 SIDE = 84
 ARRAY = re.compile(r"(?:\$store\$_)?(observation|action|reward|terminal)(?:_ckpt)?(?:\.(\d+))?\.gz")
@@ -67,8 +68,7 @@ def shards(folder, game):
 
 
 def damaged(path, error):
-    words = " ".join(str(error).split())[:300]
-    return UserError(f"{path} cannot be read ({type(error).__name__}: {words}). Fetch it again, or remove all four arrays of its checkpoint")
+    return UserError(f"{path} cannot be read ({short(error)}). Fetch it again, or remove all four arrays of its checkpoint")
 
 
 def header(f):
@@ -101,7 +101,7 @@ def numbers_of(path, kinds):
 
 
 def plan(arrays, wanted, first_of_all):
-    """(start, stop, actions, rewards, terminals) of a checkpoint: whole episodes that together hold the wanted transitions, or all it has."""
+    """(rows, start, stop, actions, rewards, terminals) of a checkpoint of so many rows: whole episodes that hold the wanted transitions, or all."""
     actions, rewards, terminals = numbers_of(arrays["action"], "iu"), numbers_of(arrays["reward"], "fiu"), numbers_of(arrays["terminal"], "biu")
     if not len(actions) == len(rewards) == len(terminals):
         raise UserError(f"{arrays['action'].parent}: {arrays['action'].name} holds {len(actions)} steps, {arrays['reward'].name} {len(rewards)} and "
@@ -113,19 +113,19 @@ def plan(arrays, wanted, first_of_all):
     start = 0 if first_of_all or not len(ends) or ends[0] == len(actions) else int(ends[0])
     enough = ends[ends >= start + wanted]
     stop = int(enough[0]) if len(enough) else len(actions)
-    return start, stop, actions[start:stop], rewards[start:stop], terminals[start:stop].astype(bool)
+    return len(actions), start, stop, actions[start:stop], rewards[start:stop], terminals[start:stop].astype(bool)
 
 
-def copy_frames(path, start, stop, actions, rewards, terminals, out):
-    """Append the frames start to stop of a checkpoint to the open file out; returns (stop - start,) bool: those kept.
+def copy_frames(path, rows, start, stop, actions, rewards, terminals, out):
+    """Append the frames start to stop of a checkpoint of so many rows to the open file out; returns (stop - start,) bool: those kept.
 
     Dopamine puts three blank steps before every episode, so that stacks begin with zeros. Ours do so by themselves, and the steps go.
     """
     try:
         with gzip.open(path) as f:
             shape, dtype = header(f)
-            if shape[1:] != (SIDE, SIDE) or dtype != np.uint8 or shape[0] < stop:
-                raise ValueError(f"frames of shape {shape} and type {dtype}; at least {stop} of {SIDE} x {SIDE}, uint8, are needed")
+            if shape[1:] != (SIDE, SIDE) or dtype != np.uint8 or shape[0] != rows:
+                raise ValueError(f"frames of shape {shape} and type {dtype}; ({rows}, {SIDE}, {SIDE}) of uint8 are needed, one for each action")
             keep, since = np.ones(stop - start, bool), 0        # since: steps since the episode's start
             for begin in range(0, stop, PART):
                 n = min(PART, stop - begin)
@@ -143,7 +143,9 @@ def copy_frames(path, start, stop, actions, rewards, terminals, out):
             if stop == shape[0] and f.read(1):      # to the end, where gzip's checksum stands
                 raise ValueError("more bytes than its header says")
             return keep
-    except BROKEN as e:
+    except Exception as e:
+        if isinstance(e, OSError) and e.errno == errno.ENOSPC:      # the cache's fault, not the array's
+            raise
         raise damaged(path, e) from e
 
 
@@ -166,27 +168,30 @@ def load_replay(folder, game, transitions):
     root = Path(os.path.commonpath([arrays["observation"].parent for arrays in found]))
     source = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for arrays in found for p in arrays.values()]
     cache = cache_folder(root, f"frames-{transitions}")
-    stamp = cache / "source.json"
+    stamp, steps, pixels = (cache / name for name in ("source.json", "steps.npz", "frames.u8"))
     try:
-        fresh = stamp.is_file() and json.loads(stamp.read_text()) == source
-    except (OSError, ValueError):
+        fresh = all(p.is_file() for p in (stamp, steps, pixels)) and json.loads(stamp.read_text()) == source
+    except (OSError, ValueError, RecursionError):
         fresh = False
     if not fresh:
         build_replay(found, root, cache, transitions, source)
     try:
-        with np.load(cache / "steps.npz", allow_pickle=False) as f:
-            out = {k: f[k] for k in ("actions", "rewards", "lengths", "terminated")}
-        states = np.memmap(cache / "frames.u8", np.uint8, "c")
+        with np.load(steps, allow_pickle=False) as f:
+            kinds = dict(actions=np.int64, rewards=np.float32, lengths=np.int64, terminated=bool)
+            out = {k: f[k].astype(kind, casting="safe") for k, kind in kinds.items()}
+        if out["lengths"].shape != out["terminated"].shape or out["lengths"].sum() != len(out["actions"]):
+            raise ValueError("its episodes are not those of its steps")
+        states = np.memmap(pixels, np.uint8, "c")
         return out | {"states": states.reshape(len(out["actions"]), SIDE, SIDE)}
-    except (OSError, ValueError, KeyError, EOFError, zlib.error) as e:
-        raise UserError(f"the cache {cache} is damaged ({e}). Delete it (rm -r '{cache}') and run the same command again") from e
+    except Exception as e:
+        raise UserError(f"the cache {cache} is damaged ({short(e)}). Delete it (rm -r '{cache}') and run the same command again") from e
 
 
 def build_replay(found, root, cache, transitions, source):
     from tqdm import tqdm
     wanted = math.ceil(transitions / len(found))
     plans = [plan(arrays, wanted, i == 0) for i, arrays in enumerate(found)]
-    total = sum(p[1] - p[0] for p in plans)
+    total = sum(stop - start for _, start, stop, *_ in plans)
     need, free = total * SIDE * SIDE, shutil.disk_usage(cache.parent).free
     if need > 0.95 * free:
         raise UserError(f"{total:,} frames take {need / 2**30:.1f} GiB, and {cache.parent} has {free / 2**30:.1f} GiB left; "
@@ -198,13 +203,15 @@ def build_replay(found, root, cache, transitions, source):
             new.mkdir()
             ends = []       # the last transition of every checkpoint ends its episode, flagged or not
             with open(new / "frames.u8", "wb") as out, tqdm(total=total, unit="frame", disable=None, desc=root.name) as bar:
-                for arrays, (start, stop, *steps) in zip(found, plans, strict=True):
-                    keep = copy_frames(arrays["observation"], start, stop, *steps, out)
+                for arrays, (rows, start, stop, *steps) in zip(found, plans, strict=True):
+                    keep = copy_frames(arrays["observation"], rows, start, stop, *steps, out)
                     for name, x in zip(fields, steps, strict=True):
                         fields[name].append(x[keep])
                     ends.append(np.arange(1, keep.sum() + 1) == keep.sum())
                     bar.update(stop - start)
             x = {k: np.concatenate(v) for k, v in fields.items()}
+            if not len(x["actions"]):
+                raise UserError(f"{root} holds no steps but blank ones before episodes")
             last = np.flatnonzero(x["terminals"] | np.concatenate(ends))
             np.savez(new / "steps.npz", actions=x["actions"].astype(np.int64), rewards=x["rewards"].astype(np.float32),
                      lengths=np.diff(last, prepend=-1), terminated=x["terminals"][last])

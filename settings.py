@@ -60,15 +60,23 @@ def settings(given):
     """(TrainConfig, values of the model's Config, {name: where it came from}) for the fields in given, on top of the presets."""
     name = given.get("model", TrainConfig.model)
     if name not in MODELS:
-        raise UserError(f"no model is called {name!r}; {nearest(name, MODELS)}")
+        raise UserError(f"no model is called {name!r}; {nearest(str(name), MODELS)}")
     module = importlib.import_module(f"models.{name}")
     fields = {f.name: f for f in (*dataclasses.fields(TrainConfig), *dataclasses.fields(module.Config))}
     for key in given:
         if key not in fields:
             raise UserError(f"{name} has no setting {key!r}; {nearest(key, fields)}")
-    # NumPy's numbers to Python's: a checkpoint holds none but plain ones
-    given = {k: x.tolist() if isinstance(x, (np.generic, np.ndarray)) else x for k, x in given.items()}
+    # NumPy's numbers and paths to plain Python: a checkpoint holds nothing else
+    given = {k: x.tolist() if isinstance(x, (np.generic, np.ndarray)) else str(x) if isinstance(x, Path) else x for k, x in given.items()}
     given = {k: tuple(x) if isinstance(x, list) else x for k, x in given.items()}
+    hints = typing.get_type_hints(TrainConfig) | typing.get_type_hints(module.Config)
+    for key, x in given.items():        # the command line sees to most of this, a keyword of train() is seen here first
+        if typing.get_origin(hints[key]) is typing.Literal and x not in typing.get_args(hints[key]):
+            raise UserError(f"--{key} {x}: choose from {', '.join(map(str, typing.get_args(hints[key])))}")
+        if x is None and type(None) not in typing.get_args(hints[key]):
+            raise UserError(f"--{key} cannot be none")
+        if not fits(x, hints[key]):
+            raise UserError(f"--{key} takes {getattr(hints[key], '__name__', hints[key])}, not {x!r}")
     env = given.get("env", TrainConfig.env)
     size = given.get("size", "auto")
     if size == "auto":
@@ -84,12 +92,6 @@ def settings(given):
     value["size"] = size
     if "env" not in given and "source" not in given:
         value["source"], origin["source"] = "local", "default without --env"
-    for config in (TrainConfig, module.Config):
-        for key, hint in typing.get_type_hints(config).items():
-            if typing.get_origin(hint) is typing.Literal and value[key] not in typing.get_args(hint):
-                raise UserError(f"--{key} {value[key]}: choose from {', '.join(map(str, typing.get_args(hint)))}")
-            if value[key] is None and type(None) not in typing.get_args(hint):
-                raise UserError(f"--{key} cannot be none")
     cfg = TrainConfig(**{f.name: value.pop(f.name) for f in dataclasses.fields(TrainConfig)})
     for key in ("steps", "batch_size", "lr", "clip", "reward_scale"):
         if not 0 < getattr(cfg, key) < math.inf:
@@ -106,12 +108,28 @@ def settings(given):
         raise UserError(f"--pct_traj must be above 0 and at most 1, not {cfg.pct_traj}")
     if not 0 <= cfg.sticky < 1:
         raise UserError(f"--sticky is a probability, from 0 to below 1, not {cfg.sticky}")
-    if min(cfg.eval_episodes, cfg.eval_every or 0, cfg.warmup) < 0 or not (cfg.rtg_scale is None or cfg.rtg_scale > 0):
-        raise UserError("--eval_episodes, --eval_every and --warmup must not be negative, and --rtg_scale must be above 0")
-    if min(value[k] for k in ("context_len", "n_layer", "n_head", "d", "max_ep_len")) < 1 or value["d"] % value["n_head"]:
-        raise UserError(f"--context_len, --n_layer, --n_head, --d and --max_ep_len must be at least 1, and --d {value['d']} a multiple of --n_head "
-                        f"{value['n_head']}")
+    if cfg.run and (Path(cfg.run).name != cfg.run or cfg.run == ".."):
+        raise UserError(f"--run {cfg.run}: the name of a folder in --out is needed")
+    if min(cfg.eval_episodes, cfg.eval_every or 0, cfg.warmup) < 0 or not (cfg.rtg_scale is None or 0 < cfg.rtg_scale < math.inf):
+        raise UserError("--eval_episodes, --eval_every and --warmup must not be negative, and --rtg_scale must be above 0 and finite")
+    for key in ("context_len", "n_layer", "n_head", "d", "max_ep_len"):
+        if value[key] < 1:
+            raise UserError(f"--{key} must be at least 1, not {value[key]}")
+    if value["d"] % value["n_head"]:
+        raise UserError(f"--d {value['d']} must be a multiple of --n_head {value['n_head']}")
     return cfg, value, origin
+
+
+def fits(x, hint):
+    """Whether a value is of a field's type; whole numbers are numbers too, and True is none."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return x in args
+    if typing.get_origin(hint) is tuple:
+        return isinstance(x, tuple) and all(fits(y, args[0]) for y in x)
+    if args:        # one type or None
+        return any(fits(x, kind) for kind in args)
+    return isinstance(x, (int, float) if hint is float else hint) and (hint is bool or not isinstance(x, bool))
 
 
 def holds(key, origin, source):
@@ -138,12 +156,16 @@ def convert(kind, text):
     try:
         return kind(text.replace("_", "")) if kind is int else kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}"
+                                         f"{'; several are parted by spaces' if ',' in text else ''}") from None
 
 
 def parse(argv):
     """(options of the command, {field: value}) from the command line; flags are made from the dataclasses' fields."""
+    def error(message):     # one line, and no page of flags above it
+        raise UserError(message)
     model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    model.error = error
     model.add_argument("--model", default=TrainConfig.model)
     name = model.parse_known_args(argv)[0].model
     if name not in MODELS:
@@ -176,9 +198,6 @@ def parse(argv):
             names = dict.fromkeys(["--" + f.name, "--" + f.name.replace("_", "-")])
             group.add_argument(*names, dest=f.name, help=f"default {f.default}", **args)
     flags = [s for a in parser._actions for s in a.option_strings]
-
-    def error(message):
-        raise UserError(message)
     parser.error = error
     args, unknown = parser.parse_known_args(argv)
     if unknown:

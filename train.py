@@ -114,7 +114,7 @@ def make_step(model, windows, optimizer, cfg, generator, feed=None):
         clipped.setdefault(group.get("lr_scale", 1.0), []).extend(group["params"])
 
     def step():
-        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and bool(cfg.amp)):
             loss, log = loss_of(windows.sample(cfg.batch_size, generator) if inbox is None else inbox)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -186,8 +186,6 @@ def run_folder(cfg, resume):
     """The folder of this run: new and empty, or the newest of its name to resume."""
     name = cfg.run or f"{cfg.model}-{cfg.env.replace('minari:', '').replace('/', '-')}-s{cfg.seed}"
     out = Path(cfg.out).expanduser()
-    if Path(name).name != name or name == "..":
-        raise UserError(f"--run {name}: the name of a folder in --out is needed")
     if resume:
         numbered = re.compile(re.escape(name) + r"(-\d+)?")
         begun = [p for p in (out.iterdir() if out.is_dir() else []) if numbered.fullmatch(p.name) and (p / "last.pt").is_file()]
@@ -226,7 +224,7 @@ def hold(folder):
             raise UserError(f"{folder} is being written by another process; wait for it, stop it, or start another run without --resume") from e
         except OSError:     # a network disk that knows no locks
             pass
-        yield
+        yield folder
 
 
 def write_atomically(path, write):
@@ -340,6 +338,7 @@ def train_in(stack, trajectories, resume, given):
     """train, with the run folder's lock on the stack: an exception that is looked at later, as in a notebook, must not keep the lock."""
     began = time.time()
     cfg, values, origin = settings(given if trajectories is None else {"env": "arrays"} | given)
+    folder = stack.enter_context(hold(run_folder(cfg, resume))) if resume else None      # what cannot be resumed says so before the data load
     model, windows, meta, t = prepare(cfg, values, origin, trajectories)
     device = next(model.parameters()).device
     generator = torch.Generator(windows.table.device).manual_seed(cfg.seed)         # draws batches and nothing else
@@ -349,8 +348,7 @@ def train_in(stack, trajectories, resume, given):
         envs.append(data.make_env(meta["env_spec"]))
         check_environment(envs[0], meta)
         note = choose_targets(cfg, origin, meta, t, envs[0]) + data.describe(envs[0], "\n")
-    folder = run_folder(cfg, resume)
-    stack.enter_context(hold(folder))
+    folder = folder or stack.enter_context(hold(run_folder(cfg, resume)))       # made no sooner: what fails above leaves no empty folder
     if t.source == "d4rl" and cfg.env in data.ENVS and data.ENVS[cfg.env].note:
         note += f"\nnote: {data.ENVS[cfg.env].note}"
     where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name()})"

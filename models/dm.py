@@ -133,13 +133,13 @@ class QueryAttention(nn.Module):
         self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
 
     def forward(self, x, queries=None, mask=None):
-        B, L, d = x.shape
+        d = x.shape[-1]
         if queries is None:
-            q, k, v = self.qkv(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)     # 3 x (B, H, L, d/H)
+            q, k, v = self.qkv(x).chunk(3, -1)
         else:
-            w, b = self.qkv.weight, self.qkv.bias
-            q = F.linear(queries, w[:d], b[:d]).view(B, -1, self.n_head, d // self.n_head).transpose(1, 2)      # (B, H, Q, d/H)
-            k, v = F.linear(x, w[d:], b[d:]).view(B, L, 2, self.n_head, -1).permute(2, 0, 3, 1, 4)              # 2 x (B, H, L, d/H)
+            (w_q, w_kv), (b_q, b_kv) = (p.split([d, 2 * d]) for p in (self.qkv.weight, self.qkv.bias))
+            q, (k, v) = F.linear(queries, w_q, b_q), F.linear(x, w_kv, b_kv).chunk(2, -1)
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in (q, k, v))   # (B, H, L or Q, d/H)
         y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
         return self.proj(y.transpose(1, 2).flatten(2))                                      # (B, L or Q, d)
 
@@ -185,24 +185,22 @@ class Hypernetwork(nn.Module):
 
     def forward(self, x, valid, rule):
         """x (B, L, d), valid (B, L). Returns (B, 1): one share for the window; or (B, L): one for every prefix, or every token."""
-        B, L, d = x.shape
-        x, window = x * valid[..., None], rule == "window"
+        (L, d), window = x.shape[1:], rule == "window"
         if self.first.in_features == d:
             if window:
-                x = x.sum(1, keepdim=True) / valid.sum(1)[:, None, None].clamp(min=1)
+                x = (valid.to(x.dtype) / valid.sum(1, keepdim=True).clamp(min=1))[:, None] @ x          # (B, 1, d)
             elif rule == "prefix":
-                x = x.cumsum(1) / torch.arange(1, L + 1, device=x.device)[:, None]
+                x = (x * valid[..., None]).cumsum(1) / torch.arange(1, L + 1, device=x.device)[:, None]
             h = self.first(x)
         else:   # the tokens side by side, short histories padded right with zeros: every token adds its own part of the product
-            h = torch.einsum("bld,hld->blh", x, self.first.weight.view(512, -1, d)[:, :L])
+            h = torch.einsum("bld,hld->blh", x * valid[..., None], self.first.weight.view(512, -1, d)[:, :L])
             h = (h.sum(1, keepdim=True) if window else h.cumsum(1)) + self.first.bias
-        return self.last(F.leaky_relu(h)).sigmoid()[..., 0]
+        return self.last(F.leaky_relu(h)).sigmoid().squeeze(-1)
 
 
 def front(keep, want, length):
     """(B, length) positions: those to keep in their order, then those only wanted in theirs, then any others. want includes keep."""
-    L = keep.shape[1]
-    return (torch.arange(L, device=keep.device) + L * (2 - keep.int() - want.int())).argsort(-1)[:, :length]
+    return (keep.int() + want).argsort(dim=-1, descending=True, stable=True)[:, :length]
 
 
 class MixerLayer(StandardLayer):
@@ -225,12 +223,15 @@ class MixerLayer(StandardLayer):
         predicts = cfg.aux and cfg.strategy == "window"
         self.aux = nn.Sequential(nn.Linear(d, d // 2), nn.SiLU(), nn.Linear(d // 2, 2)) if predicts else None
 
-    def judge(self, x, score, valid, rule, bound=None):
-        """Select by rank: keep (B, L) bool, share (B, 1 or L), and soft (B, L), a ramp over the ranks around k through which k learns."""
-        cfg, L = self.cfg, score.shape[1]
+    def judge(self, x, valid, rule, bound, learning):
+        """Select by rank: keep, gate and want, each (B, L), and share (B, 1 or L).
+
+        gate is 1 or 0, as keep; if learning, with the gradient of a ramp over the ranks around k, and want adds the tokens on that ramp.
+        """
+        cfg, L, score = self.cfg, x.shape[1], self.router(x.detach()).squeeze(-1)
         earlier = torch.ones(L, L, dtype=torch.bool, device=x.device).tril(-1)
         a, b = score[:, :, None], score[:, None]                                            # token i against token j
-        better = (b > a) | ((b == a) & earlier)                                             # (B, L, L); ties go to the earlier token
+        better = torch.where(earlier, b >= a, b > a)                                        # (B, L, L); ties go to the earlier token
         # Table 6: (3) a token ranks among all real tokens of the window, (2) among those up to itself, (1) alone
         if rule == "window":
             rank, n = (better & valid[:, None]).sum(-1), valid.sum(1, keepdim=True)
@@ -238,40 +239,37 @@ class MixerLayer(StandardLayer):
             rank, n = (better & earlier).sum(-1), torch.arange(1, L + 1, device=x.device)
         else:
             rank, n = torch.zeros_like(valid, dtype=torch.long), 1
-        share = self.hyper(x, valid, rule) if cfg.selection == "learned" else score.new_full((1, 1), cfg.fixed_k)
+        share = self.hyper(x, valid, rule) if cfg.selection == "learned" else cfg.fixed_k
         wish = n * share
-        if bound is not None:   # the value is cut, not the gradient: otherwise a k above its bound could never come down
+        if learning and bound is not None:  # the value is cut, not the gradient: otherwise a k above its bound could never come down
             wish = wish + (wish.clamp(max=bound) - wish).detach()
-        k = wish.round().clamp(min=0 if rule == "token" else 1)
+        k = wish.round().clamp(min=0 if rule == "token" else 1, max=bound)
         # NOTE(code): k is rounded down, and only weights above the k-th largest stay: k - 1 tokens, padding among them. Here: k, and real
         keep = (rank < k) & valid
-        soft = (0.5 + (wish - rank - 0.5) / (2 * cfg.k_margin)).clamp(0, 1)
-        return keep, share, soft
+        if not learning:
+            return keep, keep.to(x.dtype), keep, share
+        m, inside = cfg.k_margin, wish - rank - 0.5                                         # by how many ranks; below 0: outside
+        soft = F.hardtanh(inside, -m, m) / (2 * m)                                          # the ramp, m ranks to each side of k
+        return keep, keep + (soft - soft.detach()), valid & (inside > -m), share
 
     def select(self, x, valid, acting, bound):
-        """weight, keep, gate, want, each (B, L), and a note for the log. gate is 1 or 0, as keep, with the gradient of the ramp."""
-        cfg, note = self.cfg, {}
+        """keep, gate and want, each (B, L), and a note for loss."""
+        cfg = self.cfg
         x = x.to(self.router.weight.dtype)      # under autocast the choice is still made in float32
-        score = self.router(x)[..., 0]
-        weight = score.sigmoid() if cfg.router == "sigmoid" else score
         if acting and self.aux:                 # Algorithm 2
             keep = (self.aux(x).argmax(-1) == 1) & valid
-            gate, want = keep.to(x.dtype), keep
-        else:
-            # NOTE(paper): how to act without the predictor is not said. A token is then judged among those up to itself, so it stays causal
-            keep, share, soft = self.judge(x, score, valid, "prefix" if acting and cfg.strategy == "window" else cfg.strategy, bound)
-            gate, want = keep.to(x.dtype), keep
-            if cfg.selection == "learned" and cfg.k_gradient == "straight-through" and not acting:
-                # NOTE(code): k is cast to an integer there, so H never receives a gradient
-                gate, want = gate + (soft - soft.detach()), keep | (valid & (soft > 0) & (soft < 1))
-                note["share"] = (share * valid).sum() / valid.sum()
-            if self.aux:
-                # NOTE(paper): Eq. 5 puts a sigmoid on each of two logits; softmax over the two, as released. Padding is left out
-                guess = self.aux(x.detach())
-                error = F.cross_entropy(guess.flatten(0, 1), keep.flatten().long(), reduction="none").view_as(keep)
-                note["aux"] = (error * valid).sum() / valid.sum()
-                note["aux_accuracy"] = (((guess.argmax(-1) == 1) == keep) & valid).sum() / valid.sum()
-        return weight, keep, gate, want, note | {"keep": keep}
+            return keep, keep.to(x.dtype), keep, {"keep": keep}
+        # NOTE(paper): how to act without the predictor is not said. A token is then judged among those up to itself, so it stays causal
+        rule = "prefix" if acting and cfg.strategy == "window" else cfg.strategy
+        # NOTE(code): k is cast to an integer there, so H never receives a gradient
+        learning = cfg.selection == "learned" and cfg.k_gradient == "straight-through" and not acting
+        keep, gate, want, share = self.judge(x, valid, rule, bound, learning)
+        note = {"keep": keep}
+        if learning and cfg.k_cost:
+            note["share"] = (share * valid).sum() / valid.sum()
+        if self.aux:
+            note["guess"] = self.aux(x.detach())                                            # (B, L, 2)
+        return keep, gate, want, note
 
     def slots(self, want, bound):
         """C, the length of the short rows: the bound if there is one; all where shapes must be static; else what the fullest row needs."""
@@ -286,29 +284,25 @@ class MixerLayer(StandardLayer):
         most = None if acting else cfg.fixed_k if cfg.selection == "fixed" else cfg.capacity
         bound = None if most is None or cfg.strategy != "window" else max(1, round(most * L))
         with torch.autocast(x.device.type, enabled=False):
-            weight, keep, gate, want, note = self.select(x, valid, acting, bound)
-
-        def take(t, index):
-            return t.gather(1, index[..., None].expand(-1, -1, t.shape[-1]))
-
+            keep, gate, want, note = self.select(x, valid, acting, bound)
         index = front(keep, want, self.slots(want, bound))                                  # (B, C)
-        short = take(x, index)                                                              # (B, C, d)
+        spread = index[..., None].expand(-1, -1, x.shape[-1])
+        short = x.gather(1, spread)                                                         # (B, C, d)
         if rows is None:
-            z, q = self.block(short), short
-        else:   # the selected among the wanted rows ask, all selected tokens answer
-            place = torch.arange(L, device=x.device)
-            slot, count = place[:short.shape[1]], keep.sum(1)[:, None, None]
-            x, weight, gate, keep, want, place = x[:, rows], weight[:, rows], gate[:, rows], keep[:, rows], want[:, rows], place[rows]
-            keys, index = index[:, None], front(keep, want, self.slots(want, bound))        # (B, 1, C), (B, Q)
-            q = take(x, index)                                                              # (B, Q, d)
+            q, gate = short, gate.gather(1, index)
+            z = self.block(short)
+        else:   # all wanted rows ask, since finding the selected among them costs more; all selected tokens answer
+            q, gate, place = x[:, rows], gate[:, rows], torch.arange(L, device=x.device)
+            slot, count = place[:index.shape[1]], keep.sum(1)[:, None, None]
             # slot 0 holds the first selected token, which every selected one sees; open to all, no softmax is empty
-            mask = (keys <= place[index][..., None]) & (slot < count) | (slot == 0)         # (B, Q, C)
+            mask = (index[:, None] <= place[rows, None]) & (slot < count) | (slot == 0)     # (B, Q, C)
             z = self.block(short, q, mask[:, None])
+        with torch.autocast(x.device.type, enabled=False):
+            w, gate = self.router(q.to(self.router.weight.dtype)), gate[..., None]          # (B, C or Q, 1)
+            w = w.sigmoid() if cfg.router == "sigmoid" else w
         # NOTE(paper): w multiplies Z with its residual inside (Eq. 4, as released): a small w erases a selected token's past
-        w, g = weight.gather(1, index)[..., None], gate.gather(1, index)[..., None]         # (B, C or Q, 1)
-        z = q + w * (z - q) if cfg.residual else w * z
-        z = g * z + (1 - g) * q                                                             # exactly q where g is 0
-        return x.scatter(1, index[..., None].expand_as(z), z.to(x.dtype)), note
+        z = torch.lerp(q, z, gate * w) if cfg.residual else torch.lerp(q, w * z, gate)      # exactly q where the gate is 0
+        return z if rows is not None else x.scatter(1, spread, z), note
 
 
 class Model(nn.Module):
@@ -383,7 +377,8 @@ class Model(nn.Module):
             x.insert(0, self.embed_condition(c))
         if cfg.use_actions:
             x.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
-        x = torch.stack([(token.tanh() if self.frames else token) + time for token in x], 2).flatten(1, 2)      # (B, L, d): R_1 s_1 a_1 R_2 ...
+        x = torch.stack(x, 2)                                                               # (B, K, tokens, d)
+        x = ((x.tanh() if self.frames else x) + time[:, :, None]).flatten(1, 2)             # (B, L, d): R_1 s_1 a_1 R_2 ...
         if cfg.position == "window":
             x = x + self.embed_place[:x.shape[1]]
         x = self.drop(self.embed_ln(x))
@@ -431,15 +426,24 @@ class Model(nn.Module):
             error = F.cross_entropy(y.flatten(0, 1), batch["actions"].flatten(), reduction="none").view(y.shape[:2])    # (B, K)
         else:
             error = (y - batch["actions"]).square().mean(-1)                                # (B, K)
-        total = loss = (error * batch["mask"]).sum() / batch["mask"].sum()
+        steps = batch["mask"].sum()
+        total = loss = (error * batch["mask"]).sum() / steps
         log = {"loss": loss.detach()}
-        if notes and "aux" in notes[0]:
-            log["aux"] = torch.stack([note["aux"].detach() for note in notes]).mean()
-            log["aux_accuracy"] = torch.stack([note["aux_accuracy"] for note in notes]).mean()
-            total = total + sum(note["aux"] for note in notes)
+        if not notes:
+            return total, log
+        keep = torch.stack([note["keep"] for note in notes])                                # (mixer layers, B, L)
+        if "guess" in notes[0]:
+            guess, real = torch.stack([note["guess"] for note in notes]), batch["mask"].repeat_interleave(self.tokens, 1)
+            # NOTE(paper): Eq. 5 puts a sigmoid on each of two logits; softmax over the two, as released. Padding is left out
+            error = F.cross_entropy(guess.flatten(0, 2), keep.flatten().long(), reduction="none").view(keep.shape)
+            aux = (error * real).sum() / (self.tokens * steps)                              # a layer's mean, summed over the layers
+            log["aux"] = aux.detach() / len(notes)
+            right = ((guess[..., 1] > guess[..., 0]) == keep) & real
+            log["aux_accuracy"] = right.sum() / (len(notes) * self.tokens * steps)
+            total = total + aux
         if self.cfg.k_cost and self.training:
             total = total + self.cfg.k_cost * torch.stack([note["share"] for note in notes]).mean()
-        return total, log | {f"kept_{i}": note["keep"].sum(1).float().mean() for i, note in enumerate(notes, 1)}
+        return total, log | {f"kept_{i}": k for i, k in enumerate(keep.sum(2).float().mean(1), 1)}
 
     @torch.no_grad()
     def selected(self, batch):

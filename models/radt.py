@@ -184,25 +184,26 @@ class ReturnBlock(nn.Module):
         """
         K, n = x.shape[1:3]
         tokens = x.flatten(1, 2)                                                            # (B, L, d): s_1 a_1 s_2 a_2 ...
-        asking, mask, past = tokens, None, unseen(K, x)                                     # past: step t sees R_1 .. R_t
+        asking, mask = tokens, None
         if steps is not None:
-            mask, past = unseen(K * n, x)[::n][steps], past[steps]                          # (steps, L), (steps, K)
-            x = x[:, steps, :1]
+            mask, x = unseen(K * n, x)[::n][steps], x[:, steps, :1]                         # (steps, L)
             asking = x.flatten(1, 2)
-        past = past.repeat_interleave(x.shape[2], 0)                                        # the same returns for s_t and a_t
+        # step t sees R_1 .. R_t: a square of one token a step is plain causal attention, otherwise s_t and a_t see the same returns
+        past = None if x.shape[1:3] == (K, 1) else unseen(K, x)[steps or slice(None)].repeat_interleave(x.shape[2], 0)
         if self.cfg.adaln:
             c_now = c if steps is None else c[:, steps]
-            gamma_beta = self.scale_shift(c_now).to(self.scale_shift[1].weight.dtype)[:, :, None].chunk(2 * len(self.norms), -1)         # each (B, steps, 1, d)
+            gamma_beta = self.scale_shift(c_now).to(self.scale_shift[1].weight.dtype)       # float32 under autocast as well
+            gamma_beta = gamma_beta[:, :, None].chunk(2 * len(self.norms), -1)              # each (B, steps, 1, d)
 
         def norm(i, x):                                                                     # Eq. 10
             y = self.norms[i](x)
-            return torch.addcmul(gamma_beta[2 * i + 1], 1 + gamma_beta[2 * i], y) if self.cfg.adaln else y
+            return (1 + gamma_beta[2 * i]) * y + gamma_beta[2 * i + 1] if self.cfg.adaln else y
 
         x = norm(0, x + self.drop(self.mixer["own"](asking, tokens, tokens, mask)).view_as(x))
         if self.cfg.cross_attention:
             z = self.drop(self.mixer["cross"](x.flatten(1, 2), self.ln_key(c + p), self.ln_value(c), past)).view_as(x)
             if self.cfg.alpha:
-                z = torch.addcmul(z, self.alpha(torch.cat([z, x], -1)), z)                   # Eq. 8: (1 + alpha) z
+                z = (1 + self.alpha(torch.cat([z, x], -1))) * z                             # Eq. 8
             x = norm(1, x + z)                                                              # Eq. 9
         return norm(-1, x + self.drop(self.mlp(x)))
 

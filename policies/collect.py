@@ -236,16 +236,13 @@ def reflect(x, low, high):
 
 
 def breakout(now, before, last):
-    """Goes where the ball will fall; a press moves the paddle by 11 in its own step and by 11 in the next."""
-    x, y, paddle = now[99], now[101], now[72]
-    if y == 0:
+    """Follows the ball, a step ahead; a press moves the paddle by 11 in its own step and by 11 in the next."""
+    x, paddle = now[99], now[72]
+    if now[101] == 0:
         return "FIRE"  # no ball is in play
-    across, down, steps = x - before[99], y - before[101], 9
-    if down > 0 and before[101] and y < 180:
-        steps = (178 - y) / down
-        x = reflect(x + across * steps, 57, 200)
-    aim = x - 9 - paddle - {"RIGHT": 11, "LEFT": -11}.get(last, 0)
-    return "NOOP" if abs(aim) <= (6 if steps < 1.6 else 11) else "RIGHT" if aim > 0 else "LEFT"
+    across = x - before[99] if before[101] and abs(x - before[99]) <= 30 else 0
+    aim = x + across - 9 - paddle - {"RIGHT": 11, "LEFT": -11}.get(last, 0)
+    return "NOOP" if abs(aim) <= 8 else "RIGHT" if aim > 0 else "LEFT"
 
 
 def glide(paddle, rest, press, frames, odd):

@@ -1,6 +1,6 @@
 """Kill a small run again and again, resume it to its end, and compare with one that was left alone: log and weights, bit for bit.
 
-    python tests/kill.py                        50 rounds, about five minutes on one core
+    python tests/kill.py                        50 rounds, about ten minutes on one core
     python tests/kill.py --rounds 3 --model dm
 
 A round kills a run up to four times (kill -9): at a random moment from outside, or from inside at a random update, step of an evaluation, half
@@ -8,6 +8,7 @@ written file or file written but not yet renamed. Each attempt is a fork of this
 """
 import argparse
 import csv
+import importlib
 import os
 import random
 import shutil
@@ -30,7 +31,7 @@ from settings import MODELS  # noqa: E402
 
 # every third update is logged and every sixteenth saved, so that a checkpoint holds half a row of the log
 GIVEN = dict(steps=330, batch_size=4, d=8, n_layer=1, n_head=1, context_len=3, dropout=0.1, size="small", device="cpu", eval_episodes=2,
-             eval_every=60, targets=(20.0, 40.0))
+             eval_every=120, targets=(20.0, 40.0))
 PLACES = ["update", "play", "half", "rename"]
 
 
@@ -122,7 +123,8 @@ def kill_and_resume(model, out, whole, counts, seconds, g):
     kills, reached, last = [], 0, out / "run" / "last.pt"
     for _ in range(g.randint(1, 4)):
         place = g.choice([*PLACES, "moment"])
-        where = dict(seconds=g.uniform(0, seconds)) if place == "moment" else dict(place=place, number=g.randint(1, counts[place]))
+        left = g.random() * (1 - reached / GIVEN["steps"])      # a resumed run has fewer events to be killed at
+        where = dict(seconds=seconds * left) if place == "moment" else dict(place=place, number=1 + int(counts[place] * left))
         begun = last.exists()
         if not begun:       # killed before its first checkpoint: it starts again
             shutil.rmtree(out, ignore_errors=True)
@@ -132,6 +134,8 @@ def kill_and_resume(model, out, whole, counts, seconds, g):
             assert step >= reached, f"{last} went back from update {reached} to {step}"
             reached = step
         kills.append(f"{place}@{reached}" if killed else "missed")
+        if not killed:
+            break
     killed, _ = attempt(model, out, last.exists())
     wrong = differences(out / "run", whole)
     if killed or wrong:
@@ -146,6 +150,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)        # a fork inherits no threads to wait for
+    for name in MODELS:
+        importlib.import_module(f"models.{name}")
     g, alone, folder = random.Random(args.seed), {}, Path(tempfile.mkdtemp(prefix="kill-"))
     for i in range(args.rounds):
         model = args.model or MODELS[i % len(MODELS)]

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 pytest.importorskip("gymnasium_robotics")
 pytest.importorskip("minari")
 from policies import collect as c  # noqa: E402
+from policies import screens  # noqa: E402
 
 SCRIPT = Path(c.__file__)
 
@@ -196,6 +199,157 @@ def test_medium_expert_is_half_and_half():
     episodes = load("halfcheetah-medium-expert", 2000)
     assert len(episodes) == 2
     assert returns(episodes)[0] < 9000 < returns(episodes)[1]
+
+
+# ---------------------------------------------------------------- frames
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Episodes of at most 400 steps in Atari and of 20 in DeepMind Control, for tests that need no more."""
+    pytest.importorskip("ale_py")
+    monkeypatch.setattr(screens, "FRAMES", 1600)
+    monkeypatch.setitem(c.SETS, "cheetah-run", replace(c.SETS["cheetah-run"], kwargs={"action_repeat": 50}))
+
+
+def renders():
+    try:
+        screens.make("dm_control/cheetah-run-v0").close()
+    except (RuntimeError, ImportError) as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", [game.lower() for game in screens.GAMES])
+def test_every_game_is_played_and_stored_as_single_frames_with_raw_rewards(name, short):
+    """Frames are stacked, and rewards clipped, by whoever loads them: stored so, they would have lost what can't be had back."""
+    (episode,) = load(name, 1)
+    steps = len(episode.rewards)
+    assert episode.observations.shape == (steps + 1, 84, 84) and episode.observations.dtype == np.uint8
+    assert episode.actions.shape == (steps,) and episode.actions.dtype == np.int64 and len(set(episode.actions)) > 1
+    assert 20 < steps <= 400 and (episode.truncations[-1] or episode.terminations[-1])
+    if name in ("qbert", "seaquest", "asterix"):
+        assert max(load(name, 1000), key=lambda e: e.rewards.max()).rewards.max() > 1
+
+
+@pytest.mark.parametrize("name", ["seaquest", "cheetah-run"])
+def test_the_stored_actions_give_the_stored_pixels(name, short):
+    """All of them, in the environment recovered from the set and reset with the stored seed. Minari's default, JPEG, would move them."""
+    import minari
+
+    if name == "cheetah-run":
+        renders()
+    dataset = minari.load_dataset(c.collect(name, 1, seed=2, progress=False))
+    episode, env = dataset[0], dataset.recover_environment()
+    assert env.spec.max_episode_steps == (20 if name == "cheetah-run" else 400)
+    (stored,) = dataset.storage.get_episode_metadata([0])
+    frame, _ = env.reset(seed=stored["seed"])
+    for t, action in enumerate(episode.actions):
+        assert np.array_equal(frame, episode.observations[t])
+        frame, reward, terminated, truncated, _ = env.step(action)
+        assert (reward, terminated, truncated) == (episode.rewards[t], episode.terminations[t], episode.truncations[t])
+    assert np.array_equal(frame, episode.observations[-1]) and terminated or truncated
+    env.close()
+
+
+def test_the_same_seed_gives_the_same_frames(short):
+    """As for the other sets; a part of another seed's frames differs."""
+    first, again, other = (load("pong", 500, seed) for seed in (0, 0, 1))
+    assert len(first) == 2 and np.array_equal(arrays(first), arrays(again)) and not np.array_equal(first[0].actions, other[0].actions)
+
+
+def test_episodes_go_to_the_disk_as_they_finish(short):
+    """A set of 40,000 frames has 282 MB; the peak must be an episode or two, not all."""
+    load("asterix", 1)  # imports
+    tracemalloc.start()
+    id = c.collect("asterix", 2000, progress=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    import minari
+
+    sizes = [e.observations.nbytes for e in minari.load_dataset(id)]
+    assert len(sizes) >= 5 and peak < 4 * max(sizes) and peak < sum(sizes)
+
+
+@pytest.mark.parametrize("name, poor, good", [("breakout", 8, 25), ("pong", -4, 4), ("gopher", 300, 400), ("boxing", 5, 25), ("seaquest", 100, 150)])
+def test_the_less_noise_the_better_the_player(name, poor, good, monkeypatch):
+    """Returns that spread from the random player's to good ones are what a return-conditioned model can learn from. 800 steps show it."""
+    pytest.importorskip("ale_py")
+    monkeypatch.setattr(screens, "FRAMES", 3200)
+    env, rule = c.make(c.SETS[name].env), getattr(c, name)
+
+    def score(chance):
+        return c.play(env, c.Player(rule, (chance, chance)), 0, np.random.default_rng(1)).rewards.sum()
+
+    assert score(1.0) < poor and score(1e-9) > good
+
+
+def test_returns_of_breakout_spread_within_a_set():
+    """Skill is drawn for each episode."""
+    pytest.importorskip("ale_py")
+    got = returns(load("breakout", 3000))
+    assert got.min() < 10 and got.max() > 40
+
+
+def test_a_players_random_stretches_last_as_long_as_drawn():
+    """chance 1 and no rule: actions in runs, none longer than 15 unless the same is drawn twice."""
+    pytest.importorskip("ale_py")
+    (episode,) = [load("qbert", 1)[0]]
+    changes = np.flatnonzero(np.diff(episode.actions)) + 1
+    runs = np.diff([0, *changes, len(episode.actions)])
+    assert 1 < runs.mean() < 15 and len(set(episode.actions)) == 6
+
+
+def test_pongs_paddle_glides_as_the_rule_foresees():
+    """Within 2 pixels of the emulator's own, for four steps from rest in the middle of the screen, whatever is pressed."""
+    pytest.importorskip("ale_py")
+    env, phases = screens.make("ALE/Pong-v5"), set()
+    for seed in range(8):
+        env.reset(seed=seed)
+        ale = env.unwrapped.ale
+        for presses in [1, 0, 0, 0], [-1, 0, 0, 0], [1, 1, 0, -1], [-1, -1, 1, 0]:
+            for _ in range(8):
+                env.step(0)
+            place = rest = float(ale.getRAM()[51])
+            phases.add(int(ale.getRAM()[8] & 1))  # it moves in odd frames in some episodes, in even ones in others
+            for press in presses:
+                place, rest = c.glide(place, rest, press, 4, ale.getRAM()[8] & 1)
+                env.step((0, 3, 2)[press])
+                assert abs(place - ale.getRAM()[51]) <= 2
+    assert phases == {0, 1}
+
+
+def test_a_policy_of_ones_own_is_recorded(short):
+    """Called with the environment and a generator when an episode begins; what it returns plays the episode."""
+    begun = []
+
+    def policy(env, rng):
+        begun.append(int(rng.integers(100)))
+        seen = []
+
+        def act(frame):
+            seen.append(frame)
+            return len(seen) % env.action_space.n
+
+        return act
+
+    id = c.collect("qbert", 500, progress=False, policy=policy)
+    import minari
+
+    episodes = list(minari.load_dataset(id))
+    assert len(episodes) == len(begun) >= 2 and len(set(begun)) > 1
+    assert all(np.array_equal(e.actions, (np.arange(len(e.actions)) + 1) % 6) for e in episodes)
+    assert c.recipe(id)["policy"] == "the user's" and id == "local/atari/qbert-v0"
+
+
+def test_a_policy_of_ones_own_for_control(short):
+    """Vectors are stored as float32, in the environment's bounds as given."""
+    renders()
+    import minari
+
+    id = c.collect("cheetah-run", 30, progress=False, policy=lambda env, rng: lambda frame: [0.25] * 6)
+    episodes = list(minari.load_dataset(id))
+    assert id == "local/dmc/cheetah-run-v0" and [len(e.actions) for e in episodes] == [20, 20]
+    assert (episodes[0].actions == np.float32(0.25)).all() and episodes[0].actions.dtype == np.float32
 
 
 # ---------------------------------------------------------------- the storing

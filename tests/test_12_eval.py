@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import eval as E
-from data import UserError
-from eval import alignment, evaluate, normalised, rank_correlation, rollout, table
+from data import UserError, observe
+from eval import alignment, batched, evaluate, normalised, rank_correlation, rollout, table
 
 
 class Counter(gymnasium.Env):
@@ -105,6 +105,124 @@ def test_playing_side_by_side_equals_playing_one_by_one():
     for i, target in enumerate((20.0, 30.0, 40.0)):
         _, alone = play(Recorder(rule=rule), seeds=(i,), targets=(target,))
         assert all(alone[k][0] == together[k][i] for k in alone)
+
+
+class Walk(gymnasium.Env):
+    """The state is [position, seed]; an action moves it and is paid for by where it leads; it ends after 3 to 9 steps and says nothing of success."""
+    observation_space, action_space = gymnasium.spaces.Box(-99, 99, (2,)), gymnasium.spaces.Box(-2, 2, (1,))
+    spec = SimpleNamespace(max_episode_steps=10, id="Walk")
+
+    def reset(self, seed=None, options=None):
+        self.t, self.seed, self.x = 0, seed, 0.1 * seed
+        return np.array([self.x, seed]), {}
+
+    def step(self, action):
+        self.t, self.x = self.t + 1, self.x + float(action[0])
+        return np.array([self.x, self.seed]), 0.3 * self.x, self.t == 3 + self.seed % 7, False, {}
+
+
+def walk_rule(states):
+    return torch.cos(0.2 * states[:, -1, :1] + 0.1 * states[:, 0, :1] + states[:, -1, 1:])
+
+
+def slow_walk(K, seed, target):
+    """An episode of Walk as a plain loop over lists: (what the model is to see at each step, actions and rewards up to the last; return)."""
+    env, shown, s, a, r = Walk(), [], [], [], []
+    state, done = env.reset(seed)[0], False
+    while not done:
+        s.append((state.astype(np.float32) - np.array([1, 0], np.float32)) / np.array([2, 1], np.float32))
+        first, left = max(0, len(s) - K), [(target - sum(r[:i])) / 10 for i in range(len(s))]
+        rows = [np.array(s[first:]), np.reshape(a[first:], (-1, 1)), np.reshape(r[first:], (-1, 1)) / 2, np.reshape(left[first:], (-1, 1))]
+        shown.append([torch.tensor(x, dtype=torch.float32) for x in rows] + [torch.arange(first, len(s))])
+        a.append(walk_rule(shown[-1][0][None])[0].tolist())
+        state, reward, done, _, _ = env.step(np.float32(2) * np.array(a[-1], np.float32))
+        r.append(reward)
+    return shown, sum(r)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+def test_every_row_is_shown_its_own_episode_and_nothing_else_whoever_leaves_first(K):
+    """Against a plain loop over each episode by itself; the longest has 9 steps, and 4 K are kept at a time, so history moves for K = 1 and 2."""
+    seeds, targets = [5, 0, 13, 2, 6, 1, 7], np.linspace(-20, 40, 7)
+    model = Recorder(K, walk_rule)
+    out = rollout(model, META, [Walk() for _ in seeds], targets, seeds)
+    assert out["length"].tolist() == [8, 3, 9, 5, 9, 4, 3] and np.isnan(out["success"]).all(), "where nothing is said of success, none is made up"
+    for seed, target, total in zip(seeds, targets, out["return"], strict=True):
+        shown, slow_total = slow_walk(K, seed, target)
+        assert total == pytest.approx(slow_total, abs=1e-5)
+        mine = [[x[row] for x in seen] for seen in model.seen for row in range(len(seen[0])) if seen[0][row, -1, 1] == seed]
+        assert len(mine) == len(shown)
+        for (states, actions, rewards, *rest), want in zip(mine, shown, strict=True):
+            got = states, actions[:-1], rewards[:-1], *rest         # nobody reads the last two of those
+            assert all(x.shape == y.shape and torch.allclose(x, y, atol=1e-5) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("layout,kind", [({"first": None, "position": False}, "box"), ({"first": 3, "position": True}, "maze"),
+                                         ({"first": None, "position": False}, "nested"), ({"stack": 2}, "frame")])
+def test_observations_taken_together_equal_those_taken_one_by_one(layout, kind):
+    g = np.random.default_rng(0)
+    make = dict(box=lambda: g.random(4), frame=lambda: g.integers(0, 256, (5, 5), np.uint8),
+                maze=lambda: dict(observation=g.random(5), achieved_goal=g.random(2), desired_goal=g.random(2)),
+                nested=lambda: dict(hand=g.random(3), desired_goal=dict(b=g.random(1), a=g.random(2)), achieved_goal=dict(b=g.random(1))))
+    several = [make[kind]() for _ in range(3)]
+    together, alone = observe(batched(several), layout), [observe(o, layout) for o in several]
+    assert np.array_equal(together[0], np.stack([s for s, _ in alone])) and together[0].dtype == alone[0][0].dtype
+    assert together[1] is None if alone[0][1] is None else np.array_equal(together[1], np.stack([goal for _, goal in alone]))
+    assert (together[1] is None) == (kind != "maze")
+
+
+class Maze(Walk):
+    def see(self):
+        return dict(observation=np.array([self.seed, self.t], float), achieved_goal=np.array([self.x]), desired_goal=np.array([-self.seed], float))
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed)
+        return self.see(), {}
+
+    def step(self, action):
+        return self.see(), *super().step(action)[1:4], {"success": np.bool_(self.t == 2)}
+
+
+def test_a_mazes_goal_stands_behind_its_state_and_a_success_once_had_is_kept():
+    meta = META | dict(goal=True, layout={"first": 1, "position": True, "stack": 0}, state_mean=torch.zeros(3), state_std=torch.ones(3))
+    model = Recorder(rule=lambda s: torch.full((len(s), 1), 0.5))
+    out = rollout(model, meta, [Maze() for _ in range(3)], np.zeros(3), [4, 0, 3])
+    assert torch.allclose(model.seen[0][0][:, 0], torch.tensor([[0.4, 4, -4], [0, 0, 0], [0.3, 3, -3]]))
+    assert out["length"].tolist() == [7, 3, 6] and out["success"].tolist() == [1, 1, 1]
+
+
+class Picture(gymnasium.Env):
+    """A frame of one pixel: the seed, times 10, plus the step from 1 on."""
+    spec = SimpleNamespace(max_episode_steps=10, id="Picture")
+
+    def reset(self, seed=None, options=None):
+        self.seed, self.t = seed, 1
+        return np.full((1, 1), 10 * seed + 1, np.uint8), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full((1, 1), 10 * self.seed + self.t, np.uint8), 0.0, self.t > 3 + self.seed, False, {}
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_frames_and_the_models_memory_follow_their_row(K):
+    """K = 1 keeps 4 steps of history at a time and the longest episode has 9: its stacks reach back over two moves."""
+    class Model(Recorder):
+        def act(self, states, *rest, memory=None, **kwargs):
+            now = states[:, -1, -1, 0, 0].clone()
+            assert not memory or torch.equal(memory["last"] + 1, now)
+            memory["last"] = now
+            return super().act(states, *rest)
+    meta = META | dict(layout={"stack": 3}, state_shape=[3, 1, 1], state_mean=None, state_std=None)
+    model = Model(K, lambda s: torch.zeros(len(s), 1))
+    rollout(model, meta, [Picture() for _ in range(4)], np.zeros(4), [2, 0, 6, 1])
+    for t, (states, *_) in enumerate(model.seen):
+        alive = [s for s in (2, 0, 6, 1) if t < 3 + s]
+        want = [[[10 * s + i + 1 if i >= 0 else 0 for i in range(k - 2, k + 1)] for k in range(max(0, t + 1 - K), t + 1)] for s in alive]
+        assert states[..., 0, 0].tolist() == want
+    env = Picture()
+    env.spec = SimpleNamespace(max_episode_steps=1)
+    assert rollout(model, meta, [env], np.zeros(1), [0])["length"] == 1
 
 
 def test_zeroing_blanks_one_input_and_leaves_the_others():

@@ -119,6 +119,7 @@ def test_a_cut_array_and_a_missing_one_are_named_with_their_path_and_after_repai
     ("action", np.zeros(19, np.float32), "cannot be read"), ("reward", np.full(19, np.nan, np.float32), "NaN"),
     ("terminal", np.full(19, 7, np.uint8), "0 or 1"), ("observation", np.zeros((19, 84, 80), np.uint8), "cannot be read"),
     ("observation", np.zeros((7, 84, 84), np.uint8), "cannot be read"), ("observation", np.zeros((19, 84, 84), np.float32), "cannot be read"),
+    ("observation", np.zeros((20, 84, 84), np.uint8), r"\(19, 84, 84\)"),
     ("reward", np.array([None] * 19, object), "cannot be read")])
 def test_arrays_that_disagree_are_refused_with_what_and_where(tmp_path, name, x, message):
     with gzip.open(file(replay(tmp_path), name), "wb") as f:
