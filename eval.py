@@ -64,14 +64,14 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
         if stack:
             if t:
                 states[:, at, :-1] = states[:, at - 1, 1:]      # -1 for K = 1 alone, whose step before is the stretch's last
-            states[:, at, -1] = torch.from_numpy(x).to(device)
+            states[:, at, -1] = torch.from_numpy(x)
         else:
             x = np.concatenate([x, goal], 1) if meta["goal"] else x
             if t == 0 and x.shape[1] != len(mean):
                 raise UserError(f"the environment gives {x.shape[1]} state numbers, but the data ({meta['dataset']}) have {len(mean)}")
-            states[:, at] = torch.from_numpy((x - mean) / std).to(device)
+            states[:, at] = torch.from_numpy((x - mean) / std)
         if "rtg" not in zero:
-            rtg[:, at, 0] = torch.from_numpy(((targets[alive] - achieved[alive]) / meta["rtg_scale"]).astype(np.float32)).to(device)
+            rtg[:, at, 0] = torch.from_numpy((targets[alive] - achieved[alive]) / meta["rtg_scale"])
         window = slice(max(0, at + 1 - K), at + 1)
         # views; then copies, which start at even addresses: by its address a lone row may be rounded otherwise
         history = [h[:, window] if len(alive) == n else h[:, window].clone() for h in (states, actions, rewards, rtg)]
@@ -96,7 +96,7 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
         achieved[alive] += counted
         lengths[alive] += 1
         success[alive] = np.fmax(success[alive], [float(info.get("success", np.nan)) for info in infos])        # NaN gives way to a number
-        rewards[:, at, 0] = torch.from_numpy(counted.astype(np.float32) / meta["reward_scale"]).to(device)
+        rewards[:, at, 0] = torch.from_numpy(counted.astype(np.float32) / meta["reward_scale"])
         if on_step:
             on_step(t)
         keep = np.flatnonzero(~(np.array(terminated, bool) | np.array(truncated, bool)))

@@ -102,7 +102,8 @@ def numbers_of(path, kinds):
 
 def plan(arrays, wanted, first_of_all):
     """(rows, start, stop, actions, rewards, terminals) of a checkpoint of so many rows: whole episodes that hold the wanted transitions, or all."""
-    actions, rewards, terminals = numbers_of(arrays["action"], "iu"), numbers_of(arrays["reward"], "fiu"), numbers_of(arrays["terminal"], "biu")
+    actions, rewards = numbers_of(arrays["action"], "iu").astype(np.int64), numbers_of(arrays["reward"], "fiu").astype(np.float32)
+    terminals = numbers_of(arrays["terminal"], "biu")
     if not len(actions) == len(rewards) == len(terminals):
         raise UserError(f"{arrays['action'].parent}: {arrays['action'].name} holds {len(actions)} steps, {arrays['reward'].name} {len(rewards)} and "
                         f"{arrays['terminal'].name} {len(terminals)}. Fetch the three again")
@@ -213,7 +214,7 @@ def build_replay(found, root, cache, transitions, source):
             if not len(x["actions"]):
                 raise UserError(f"{root} holds no steps but blank ones before episodes")
             last = np.flatnonzero(x["terminals"] | np.concatenate(ends))
-            np.savez(new / "steps.npz", actions=x["actions"].astype(np.int64), rewards=x["rewards"].astype(np.float32),
+            np.savez(new / "steps.npz", actions=x["actions"], rewards=x["rewards"],
                      lengths=np.diff(last, prepend=-1), terminated=x["terminals"][last])
             (new / "source.json").write_text(json.dumps(source))
             if cache.exists():

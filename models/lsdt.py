@@ -132,6 +132,15 @@ class FrameEncoder(nn.Module):
         return y
 
 
+class Dropout(nn.Dropout):
+    """torch's; on a CPU drawn by comparing uniform numbers, since torch's own drawing takes a tenth of a training step there."""
+
+    def forward(self, x):
+        if x.is_cuda or not self.training or not 0 < self.p < 1:
+            return super().forward(x)
+        return x * torch.rand_like(x).ge_(self.p).div_(1 - self.p)
+
+
 class LongBranch(nn.Module):
     """Causal self-attention over L tokens, without the projection, which both branches share. rows: as in Attention elsewhere."""
 
@@ -172,7 +181,7 @@ class DynamicConv(nn.Module):
 
     def __init__(self, c, width, dropout):
         super().__init__()
-        self.width, self.heads, self.drop = width, c // 4, nn.Dropout(dropout)
+        self.width, self.heads, self.drop = width, c // 4, Dropout(dropout)
         self.expand = nn.Linear(c, 2 * c)
         # NOTE(code): Eq. 1 is centred and its future half masked (5 of the released 11 taps never count); only the past taps exist here
         self.logits = nn.Linear(c, width * self.heads)
@@ -294,7 +303,7 @@ class LongShort(nn.Module):
             self.short = TokenFilters(short, cfg.kernel, types)
         kind = "weight" if cfg.routing == "weight" else cfg.fusion
         self.fusion = Fusion(long + short, kind) if long and short and kind != "concat" else None
-        self.proj, self.drop = nn.Linear(d, d), nn.Dropout(cfg.dropout)
+        self.proj, self.drop = nn.Linear(d, d), Dropout(cfg.dropout)
 
     def forward(self, x, rows=None):
         if self.route:
@@ -314,7 +323,7 @@ class PostNormBlock(nn.Module):
     def __init__(self, cfg, types):
         super().__init__()
         d = cfg.d
-        self.mixer, self.ln1, self.ln2, self.drop = LongShort(cfg, types), nn.LayerNorm(d), nn.LayerNorm(d), nn.Dropout(cfg.dropout)
+        self.mixer, self.ln1, self.ln2, self.drop = LongShort(cfg, types), nn.LayerNorm(d), nn.LayerNorm(d), Dropout(cfg.dropout)
         self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.ReLU() if cfg.activation == "relu" else nn.GELU(), nn.Linear(4 * d, d))
 
     def forward(self, x, rows=None):

@@ -11,6 +11,7 @@ import copy
 import difflib
 import io
 import json
+import math
 import sys
 import tempfile
 import warnings
@@ -275,14 +276,16 @@ def pong(now, before, last):
     x, y, paddle, odd = now[49], now[54], now[51], now[8] & 1
     if y == 0:
         return "NOOP"  # no ball is in play
-    across, press = x - before[49], {"LEFT": 1, "RIGHT": -1}.get(last[:5].removesuffix("F"), 0)  # LEFT is down, as byte 51 grows
+    across, press = x - before[49], ("LEFT" in last) - ("RIGHT" in last)  # LEFT is down, where byte 51 grows
     rest = before[51] + (paddle - before[51] - (9.6 if odd else 5.5) * press) / 0.75 + 22 * press
     rest, steps = min(203, max(38, rest)), 99
     if across > 0 and before[54] and x < 188:
         steps = (188 - x) / across
         y = reflect(y + (y - before[54]) * steps, 44.5, 206.5)
-    aim = y - 6 - rest
-    press = best_press(paddle, rest, -int(-4 * steps // 1), odd, y)[1] if steps <= 4 else 0 if abs(aim) <= 12 else 1 if aim > 0 else -1
+    if steps <= 4:
+        press = best_press(paddle, rest, math.ceil(4 * steps), odd, y)[1]
+    else:
+        press = 0 if abs(y - 6 - rest) <= 12 else 1 if y - 6 > rest else -1
     return ("NOOP", "LEFT", "RIGHT")[press]
 
 
@@ -385,8 +388,8 @@ def ant_maze(name, steps, env, eval_task, **rest):
     return made(name, steps, env, ANT, kwargs=ONE_GOAL, eval_task=eval_task, **rest)
 
 
-def atari(game, rule=None, steps=20_000):
-    return made(game.lower(), steps, f"ALE/{game}-v5", partial(Player, rule), group="atari")
+def atari(game, rule=None, steps=20_000, chance=(0.005, 0.3)):
+    return made(game.lower(), steps, f"ALE/{game}-v5", partial(Player, rule, chance), group="atari")
 
 
 def control(task):
@@ -407,7 +410,7 @@ SETS = (
     | point_maze("pointmaze-umaze", 75_000, "PointMaze_UMaze-v3", arrival=(100, 290))  # of 300 steps
     | point_maze("pointmaze-medium", 120_000, "PointMaze_Medium-v3", arrival=(230, 580))  # of 600
     | point_maze("pointmaze-large", 160_000, "PointMaze_Large-v3", arrival=(400, 770))  # of 800
-    | atari("Breakout", breakout, 40_000)
+    | atari("Breakout", breakout, 40_000, (0.002, 0.15))  # little noise: who learns from it plays with as much
     | atari("Pong", pong, 40_000)
     | atari("Qbert")
     | atari("Seaquest", seaquest)
@@ -516,7 +519,8 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
     (name, steps, seed) gives the same arrays, bit for bit, on one machine.
     policy: a player of your own in place of the set's: policy(env, rng) is called when an episode has been reset, and returns the function
     observation -> action that plays it (a float32 vector in the environment's bounds, or a number).
-    Raises ValueError for a wrong name or steps < 1, OSError where Minari's folder can't be written.
+    Raises ValueError for a wrong name or steps < 1, OSError where Minari's folder can't be written, RuntimeError where frames of
+    dm_control can't be rendered.
     """
     from minari.storage import get_dataset_path
     from tqdm import tqdm
@@ -581,7 +585,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         print(f"stored {collect(args.name, args.steps, args.seed)}")
-    except ValueError as error:
+    except (ValueError, RuntimeError, ImportError) as error:  # a wrong name, nothing that renders, a package that is missing
         print(f"collect.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:

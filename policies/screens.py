@@ -51,6 +51,7 @@ class Control(gymnasium.Env):
     An action is float32 (A,) in the task's bounds and is held for `action_repeat` of the suite's steps, whose rewards are added up.
     The suite's time limit (1,000 of its steps) truncates. render() gives an RGB frame, uint8 (320, 320, 3).
     Raises ValueError for a task the suite lacks, RuntimeError where nothing can render.
+    (The quadruped of dm_control 1.0.28 fails with numpy 2.4, which has no in1d any more.)
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}

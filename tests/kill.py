@@ -3,8 +3,9 @@
     python tests/kill.py                        50 rounds, about ten minutes on one core
     python tests/kill.py --rounds 3 --model dm
 
-A round kills a run up to four times (kill -9): at a random moment from outside, or from inside at a random update, step of an evaluation, half
-written file or file written but not yet renamed. Each attempt is a fork of this process, which has imported everything and trained nothing.
+A round kills a run one to four times (kill -9), once in its middle at least: at a random moment from outside, or from inside at a random
+update, step of an evaluation, half written file, or file written but not yet renamed. Each attempt is a fork of this process, which has
+imported everything and trained nothing.
 """
 import argparse
 import csv
@@ -120,11 +121,14 @@ def differences(run, whole):
 
 def kill_and_resume(model, out, whole, counts, seconds, g):
     """One round in the empty folder out; returns where the kills fell, as text."""
-    kills, reached, last = [], 0, out / "run" / "last.pt"
-    for _ in range(g.randint(1, 4)):
+    kills, reached, middle, last = [], 0, False, out / "run" / "last.pt"
+    for i in reversed(range(g.randint(1, 4))):
         place = g.choice([*PLACES, "moment"])
         left = g.random() * (1 - reached / GIVEN["steps"])      # a resumed run has fewer events to be killed at
         where = dict(seconds=seconds * left) if place == "moment" else dict(place=place, number=1 + int(counts[place] * left))
+        if i == 0 and not middle:       # every round is killed at least once between its first checkpoint and its last
+            shutil.rmtree(out, ignore_errors=True)
+            reached, where = 0, dict(place="update", number=g.randint(20, GIVEN["steps"]))
         begun = last.exists()
         if not begun:       # killed before its first checkpoint: it starts again
             shutil.rmtree(out, ignore_errors=True)
@@ -132,10 +136,8 @@ def kill_and_resume(model, out, whole, counts, seconds, g):
         if last.exists():
             step = torch.load(last, weights_only=True)["step"]      # whole, or this raises
             assert step >= reached, f"{last} went back from update {reached} to {step}"
-            reached = step
-        kills.append(f"{place}@{reached}" if killed else "missed")
-        if not killed:
-            break
+            reached, middle = step, middle or killed and 0 < step < GIVEN["steps"]
+        kills.append(f"{where.get('place', 'moment')}@{reached}" if killed else "missed")
     killed, _ = attempt(model, out, last.exists())
     wrong = differences(out / "run", whole)
     if killed or wrong:

@@ -87,7 +87,22 @@ def test_it_is_what_the_released_code_computes_by_running_three_convolutions_ove
     assert torch.allclose(filters(x), expected)
 
 
-def test_each_position_is_computed_once():
+class OnCuda(torch.Tensor):
+    is_cuda = True      # a tensor in the computer's memory that goes the way of one on a GPU
+
+
+@pytest.mark.parametrize("types, rows", [(3, None), (2, None), (1, None), (3, slice(STATE, None, 3)), (3, slice(13, 14)), (1, slice(1, None, 3))])
+def test_on_a_gpu_two_large_kernels_give_the_same_values_and_gradients(types, rows):
+    torch.manual_seed(0)
+    filters, x = TokenFilters(D, 6, types).double(), torch.randn(B, 6 * K, D).double().requires_grad_()
+    y, there = filters(x, rows), filters(x.as_subclass(OnCuda), rows).as_subclass(torch.Tensor)
+    v, to = torch.randn_like(y), (x, filters.weight, filters.bias)
+    assert torch.allclose(y, there)
+    assert all(torch.allclose(a, b) for a, b in zip(torch.autograd.grad(y, to, v), torch.autograd.grad(there, to, v), strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OnCuda])
+def test_each_position_is_computed_once(kind):
     """A third of the released work: 6 multiplications for each number, and 2 where only the states are wanted."""
     class Multiplications(TorchDispatchMode):
         total = 0
@@ -98,7 +113,7 @@ def test_each_position_is_computed_once():
                 self.total += out.numel()
             return out
 
-    filters, x = TokenFilters(D, 6, 3), torch.randn(B, 3 * K, D)
+    filters, x = TokenFilters(D, 6, 3), torch.randn(B, 3 * K, D).as_subclass(kind)
     for rows, expected in ((None, 6 * x.numel()), (slice(STATE, None, 3), 2 * x.numel()), (slice(13, 14), 6 * B * D)):
         with Multiplications() as count_of, torch.no_grad():
             filters(x, rows)
@@ -281,7 +296,8 @@ EVERY_SWITCH = [dict(filters="shared"), dict(window=1), dict(window=2), dict(win
                 dict(condition="none", use_actions=False), dict(condition="none", window=1), dict(condition="none", window=2),
                 dict(condition="reward", window=2)]
 PROMISES = [f for name, f in vars(contract).items()
-            if name.startswith("test_promise_") and "cuda" not in name and list(inspect.signature(f).parameters) == ["case"]]
+            if name.startswith("test_promise_") and not ("cuda" in name or "remembers" in name)     # of frames, which no switch here has
+            and list(inspect.signature(f).parameters) == ["case"]]
 
 
 @pytest.mark.parametrize("switches", EVERY_SWITCH, ids=str)

@@ -136,6 +136,19 @@ def test_only_the_returns_of_its_own_step_scale_and_shift_a_token():
     assert (moved > 0).tolist() == [[t == 2] * 2 for t in range(K)]
 
 
+def test_a_small_scale_is_not_rounded_away_under_bfloat16_autocast():
+    """bfloat16 has nothing between 1 and 1.0078: 1 + gamma must be float32, or what gamma learns first is lost."""
+    model = build(stir=False).float()
+    out = model.blocks[-1].scale_shift[1]
+    x, c, p = torch.randn(1, K, 2, D), torch.randn(1, K, D), torch.randn(1, K, D)
+    y = []
+    for gamma in (0.0, 0.001):
+        torch.nn.init.constant_(out.bias[4 * D: 5 * D], gamma)                              # gamma of the third norm
+        with torch.autocast("cpu", torch.bfloat16):
+            y.append(model.blocks[-1](x, c, p))
+    assert y[0].dtype == torch.float32 and ((y[1] / y[0] - 1.001).abs() < 1e-5).all()
+
+
 def test_no_path_goes_around_the_adaptive_norm():
     """Sec. 3.2's reason for post-norm: with gamma = -1 nothing of the states is left, which a residual past the norm would carry on."""
     model = build()
@@ -313,7 +326,7 @@ def test_presets_hold_table_4_and_the_seven_targets_of_section_4_2():
 
 def test_every_preset_names_fields_that_exist():
     trainer = {"batch_size", "lr", "weight_decay", "betas", "warmup", "schedule", "clip", "steps", "targets", "rtg_scale", "reward_scale",
-               "eval_episodes", "pct_traj"}
+               "eval_episodes", "pct_traj", "decay", "lr_floor", "sample"}
     fields = {f.name for f in dataclasses.fields(Config)}
     for name, preset in PRESETS.items():
         assert preset.keys() <= fields | trainer, name

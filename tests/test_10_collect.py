@@ -456,6 +456,16 @@ def test_a_wrong_name_names_the_nearest(capsys):
         c.dataset_id("hopper-medum")
 
 
+def test_a_machine_that_cannot_render_says_so(monkeypatch, capsys, folder):
+    """One message with what to install, exit code 2, and no half set."""
+    pytest.importorskip("dm_control")
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.setattr(screens.ctypes.util, "find_library", lambda name: None)
+    assert c.main(["cheetah-run", "--steps", "1"]) == 2
+    assert "libegl1" in capsys.readouterr().err and not any(folder.rglob("*"))
+
+
 @pytest.mark.parametrize("steps", [0, -5])
 def test_less_than_one_step_is_refused(steps):
     """An empty set loads, and fails much later."""

@@ -488,6 +488,82 @@ def test_spoilt_files_end_in_a_consistent_set_or_in_one_message(kind, tmp_path):
     assert out["mib"] < 400 and out["loaded"] + out["refused"] == CASES and out["loaded"] > 5 and out["refused"] > CASES / 3, out
 
 
+# ------------------------------------------------------------------ what longer runs found, and rare cases by name
+
+def change(kind, folder, **arrays):
+    """Write other arrays in place of those of these names: the D4RL file's, the first episode's, or the first checkpoint's."""
+    for name, x in arrays.items():
+        if kind == "replay":
+            (folder / "Breakout" / "1" / "replay_logs" / f"$store$_{name}_ckpt.0.gz").write_bytes(zipped(x))
+            continue
+        path = folder / "hopper_medium-v2.hdf5" if kind == "d4rl" else folder / "my" / "set-v0" / "data" / "main_data.hdf5"
+        with h5py.File(path, "r+") as f:
+            group = f if kind == "d4rl" else f["episode_0"]
+            del group[name]
+            group[name] = x
+
+
+@pytest.mark.parametrize("kind,arrays,words", [
+    ("d4rl", dict(rewards=np.full(60, 3e38)), "rewards hold numbers beyond 1e"), ("d4rl", dict(rewards=np.full(60, 1e300)), "infinity"),
+    ("d4rl", dict(observations=np.full((60, 11), -1e35)), "states hold numbers beyond"), ("d4rl", dict(actions=np.zeros((60, 0))), "numbers are"),
+    ("d4rl", {k: 0.0 for k in ("observations", "actions", "rewards", "terminals", "timeouts")}, "differ in length"),
+    ("minari", {"observations/observation": np.ones((7, 4)) * 1j}, "not vectors of numbers"),
+    ("minari", {"observations/observation": np.full((7, 4), "1.5", "S3")}, "not vectors of numbers"),
+    ("minari", {"observations/desired_goal": np.ones((6, 2))}, "7 observations, 6 goals"),
+    ("minari", dict(terminations=np.zeros(5, bool)), "5 terminations"), ("minari", dict(truncations=np.zeros(7, bool)), "7 truncations"),
+    ("minari", dict(terminations=np.full(6, np.nan)), "one 0 or 1 a step"), ("minari", dict(rewards=np.zeros((6, 2))), r"\[2\]"),
+    ("images", dict(actions=np.zeros((1, 6), np.int64)), "1 actions, 6 rewards"),
+    ("replay", dict(reward=np.full(20, np.nan, np.float32)), "reward_ckpt.0.gz cannot be read"),
+    ("replay", dict(reward=np.full(20, 1e300)), "reward_ckpt.0.gz cannot be read"),
+    ("replay", dict(action=np.full(20, 2**64 - 1, np.uint64)), "action id -1"),
+])
+def test_what_cannot_be_meant_is_refused_by_name(kind, arrays, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    WRITE[kind](tmp_path)
+    change(kind, tmp_path, **arrays)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserError, match=words):
+            LOAD[kind](tmp_path)
+
+
+def test_choices_in_rows_are_not_read_as_a_column():
+    with pytest.raises(UserError, match=r"actions of shape \(2, 3\)"):
+        data.Trajectories(np.zeros((6, 1)), np.zeros((2, 3), int), np.zeros(6), [6], n_actions=2)
+
+
+def test_a_set_with_fewer_or_more_episodes_than_it_says_is_refused(tmp_path, monkeypatch):
+    """More would allot memory for what is not there, fewer would leave episodes out without a word."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    write_minari(tmp_path)
+    facts = tmp_path / "my" / "set-v0" / "data" / "metadata.json"
+    for n in (4, 6, 10**12, -1, None):
+        facts.write_text(json.dumps(json.loads(facts.read_text()) | dict(total_episodes=n)))
+        with pytest.raises(UserError, match="holds 5 episodes"):
+            LOAD["minari"](tmp_path)
+
+
+def test_a_replay_of_blank_steps_alone_is_refused_each_time(tmp_path):
+    """An empty cache would be called damaged, and made again as empty."""
+    place = tmp_path / "Breakout"
+    place.mkdir()
+    for name, x in replay_arrays(0).items():
+        (place / f"{name}.gz").write_bytes(zipped(np.zeros_like(x[:3])))
+    for _ in range(2):
+        with pytest.raises(UserError, match="no steps but blank ones"):
+            LOAD["replay"](tmp_path)
+
+
+def test_folders_may_be_called_anything(tmp_path):
+    """A superscript two is a digit to str.isdigit and none to int."""
+    write_replay(tmp_path)
+    place = tmp_path / "Breakout" / "1" / "replay_logs"
+    (place / "1\u00b23").mkdir()
+    for path in list(place.glob("*_ckpt.1.gz")):
+        path.rename(place / "1\u00b23" / path.name)
+    check(LOAD["replay"](tmp_path), True)
+
+
 # ------------------------------------------------------------------ no file of a stranger's runs code
 
 class Evil:
