@@ -10,6 +10,7 @@ N transitions, E episodes, S state size, A action size, G goal size, B batch, K 
 import argparse
 import copy
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -622,6 +623,11 @@ class Prefetch:
 
 # --------------------------------------------------------------------------- command line
 
+def stop(message):
+    """For argparse, which would print its whole usage."""
+    raise UserError(f"{message} (--help lists everything)")
+
+
 def run_command(main):
     """Run main(); a UserError becomes one message and exit code 2, Ctrl-C exit code 130."""
     try:
@@ -633,10 +639,17 @@ def run_command(main):
         sys.exit(130)
     except BrokenPipeError:     # the reader of a pipe went away: python data.py list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # standard output goes to a full disk: what is left in its buffer goes nowhere
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
 
 
 def command_line():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
     parser.add_argument("command", choices=["list", "info", "collect", "download"])
     parser.add_argument("env", nargs="?")
     parser.add_argument("--source", choices=["auto", "minari", "d4rl", "dqn", "local"], default="auto")

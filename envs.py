@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from policies import collect, screens
+from policies import collect
 
 
 class UserError(Exception):
@@ -159,6 +159,7 @@ def make_env(spec, **kwargs):
 
 def describe(env, before=""):
     """What a frame environment does between two frames, in a line; "" for others."""
+    from policies import screens
     return before + screens.describe(env) if env.spec and screens.ours(env.spec.id) else ""
 
 

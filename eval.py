@@ -12,12 +12,13 @@ import importlib
 import json
 import math
 import pickle
+import struct
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from data import UserError, describe, make_env, nearest, observe, run_command
+from data import UserError, describe, make_env, nearest, observe, run_command, stop
 
 ROWS = 50       # episodes played side by side
 
@@ -302,7 +303,8 @@ def load_run(run, which="last", device="cpu"):
         model, _ = importlib.import_module(f"models.{meta['model']}").Model.load(run, which, device)
         meta["plan"], meta["starts"], meta["env_spec"], meta["state_mean"]      # a KeyError now, not after minutes
         return model, meta
-    except (RuntimeError, KeyError, TypeError, IndexError, AttributeError, ValueError, OSError, EOFError, pickle.UnpicklingError, ImportError) as e:
+    except (RuntimeError, KeyError, TypeError, IndexError, AttributeError, ValueError, OSError, EOFError, pickle.UnpicklingError, ImportError,
+            struct.error) as e:
         raise UserError(f"{file} is damaged or not a checkpoint of this project ({type(e).__name__}: {str(e)[:200]})") from e
 
 
@@ -316,11 +318,16 @@ def pick_device(name):
         raise UserError(f"--device {name}: there is no such device; auto, cpu or cuda") from e
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {name}: this machine or this build of torch has no CUDA; use --device cpu")
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, NotImplementedError, AssertionError) as e:
+        raise UserError(f"--device {name}: it cannot be used here ({str(e).splitlines()[0]}); use --device cpu") from e
     return device
 
 
 def command_line():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
     parser.add_argument("run", help="a run folder")
     parser.add_argument("--targets", type=float, nargs="+", help="raw target returns; default: the run's own")
     parser.add_argument("--episodes", type=int, help="per target; default: the run's own plan")

@@ -24,7 +24,6 @@ import numpy as np
 
 if not __package__:
     sys.path.append(str(Path(__file__).resolve().parent.parent))  # of a script, only its own folder is on the path
-from policies import screens  # noqa: E402
 
 VERSION = 1  # raise it when the same (name, steps, seed) would give other numbers than before
 
@@ -420,7 +419,7 @@ SETS = (
     | atari("Gopher", gopher)
     | atari("Boxing", boxing)
 )
-for _task in screens.CONTROL:
+for _task in ("cheetah-run", "ball_in_cup-catch", "finger-spin", "reacher-easy", "walker-walk"):
     SETS |= control(_task)
 SETS |= {f"maze2d-{maze}": SETS[f"pointmaze-{maze}"] for maze in ("umaze", "medium", "large")}  # another name, the same set
 NAMES = {name: entry.steps for name, entry in SETS.items()}  # name -> transitions by default
@@ -442,6 +441,8 @@ def robotics():
 
 def make(spec, **kwargs):
     """gymnasium.make for an id or a spec, screens.make for one of its own, without the XML file that a maze leaves in the temporary folder."""
+    from policies import screens  # here: gymnasium takes a second to import, and whoever trains on arrays needs none
+
     if screens.ours(spec if isinstance(spec, str) else spec.id):
         return screens.make(spec, **kwargs)
     with warnings.catch_warnings():
@@ -479,6 +480,8 @@ def play(env, policy, index, rng):
 
 def spec_of(env, kwargs, task):
     """gymnasium's record of an environment, from which it can be made again. task: (reset cell, goal cell) of a maze, or None."""
+    from policies import screens
+
     if screens.ours(env):
         return screens.spec(env, **kwargs)
     spec = copy.deepcopy(robotics().spec(env))
@@ -538,7 +541,7 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
         new, target, taken, count = Path(staging, "new"), root / chosen.id, 0, 0
         with (
             contextlib.closing(make(spec_of(chosen.env, chosen.kwargs, chosen.task))) as env,
-            tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar,
+            tqdm(total=steps, desc=name, unit="step", disable=None if progress else True) as bar,
         ):
             storage = store(new, chosen, env, record)
             for k, part in enumerate(parts):

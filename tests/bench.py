@@ -1,6 +1,6 @@
 """How fast loading, sampling and evaluation are. Not a test: it prints and asserts nothing.
 
-    python tests/bench.py        about a minute on 2 CPU cores
+    python tests/bench.py        about three minutes on 2 CPU cores; OMP_NUM_THREADS=1 where others use them too
 """
 import os
 import resource
@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import settings  # noqa: E402
 import train  # noqa: E402
 from data import ENVS, Trajectories, Windows, load_d4rl, make_env  # noqa: E402
-from eval import evaluate  # noqa: E402
+from eval import ROWS, evaluate  # noqa: E402
+from policies.collect import Actor  # noqa: E402
 
 
 def timed(f, n=1):
@@ -53,9 +54,37 @@ def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def main():
-    g, N = np.random.default_rng(0), 1_000_000
-    env = ENVS["hopper-medium"]
+class Skilled(torch.nn.Module):
+    """The model's own forward, and the actions of a stored policy, so that episodes last as they do after training."""
+
+    def __init__(self, model, meta, body, level):
+        super().__init__()
+        self.model, self.cfg, self.mean, self.std = model, model.cfg, meta["state_mean"], meta["state_std"]
+        self.net = [torch.from_numpy(x).to(self.mean.device) for x in Actor(body, [level]).nets[0]]
+
+    @torch.no_grad()
+    def act(self, states, *rest, **kwargs):
+        self.model.act(states, *rest, **kwargs)
+        w0, b0, w1, b1, w2, b2 = self.net
+        h = (states[:, -1] * self.std + self.mean) @ w0.T + b0
+        h = h.relu() @ w1.T + b1
+        return (h.relu() @ w2.T + b2).chunk(2, -1)[0].tanh()
+
+
+def toy_run(name, size):
+    """(model, meta) of an untrained DT on random numbers of an environment's shape."""
+    env, g = ENVS[name], np.random.default_rng(0)
+    toy = Trajectories(g.standard_normal((2000, env.state_dim)), g.uniform(-1, 1, (2000, env.act_dim)), g.random(2000), [100] * 20,
+                       goals=g.standard_normal((2000, 2)) if env.goal_dim else None, max_ep_len=env.max_ep_len, action_low=-1.0, action_high=1.0,
+                       env_spec={"id": env.id, "kwargs": env.kwargs})
+    torch.manual_seed(0)
+    cfg, values, origin = settings.settings(dict(env=name, size=size))
+    model, _, meta, _ = train.prepare(cfg, values, origin, toy)
+    return model, meta
+
+
+def loading(g):
+    N, env = 1_000_000, ENVS["hopper-medium"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hopper_medium-v2.hdf5"
         with h5py.File(path, "w") as f:
@@ -67,20 +96,79 @@ def main():
         windows_s, w = timed(lambda: Windows(t, 20, rtg_scale=1000.0))
     print(f"1,000,000 transitions, {size:.0f} MiB of arrays: loaded in {seconds:.2f} s, windows ready in {windows_s:.2f} s more, "
           f"peak memory {peak_mib() - before:.0f} MiB above the start, {(peak_mib() - before) / size:.1f} times the arrays (loaded twice)")
+    return t, w
 
+
+def batches(g, t, w):
     B, K, generator = 64, 20, torch.Generator().manual_seed(0)
     mean, std = w.mean.numpy(), w.std.numpy()
     ours = min(timed(lambda: w.sample(B, generator), 200)[0] for _ in range(3))
     loop = min(timed(lambda: sample_in_a_loop(t, g, B, K, mean, std, 1000), 20)[0] for _ in range(3))
     print(f"a batch of {B} x {K}: {1e3 * ours:.3f} ms; one sample at a time {1e3 * loop:.2f} ms, {loop / ours:.0f} times as long")
+    cfg, values, origin = settings.settings(dict(env="hopper-medium", size="paper", device="cpu"))
+    model, windows, _, _ = train.prepare(cfg, values, origin, t)
+    step = train.make_step(model.train(), windows, train.make_optimizer(model, cfg, torch.device("cpu")), cfg, generator)
+    whole = min(timed(step)[0] for _ in range(5))
+    print(f"a training step of DT's paper size on the CPU: {1e3 * whole:.0f} ms, of which the batch is {100 * ours / whole:.2f} %")
 
+
+def frame_batches(g):
+    N, B, K, C = 20_000, 128, 30, 4
+    t = Trajectories(g.integers(0, 256, (N, 84, 84), np.uint8), g.integers(0, 4, N), g.random(N), [500] * (N // 500), n_actions=4, stack=C)
+    w, generator = Windows(t, K), torch.Generator().manual_seed(0)
+    batch = w.sample(B, generator)
+    # a copy of the batch's size reads and writes each byte once, as a gather must at the least
+    ours, copied = (min(timed(f)[0] for _ in range(10)) for f in (lambda: w.sample(B, generator), batch["states"].clone))
+    print(f"a batch of {B} x {K} x {C} x 84 x 84 frames ({batch['states'].numel() / 1e6:.0f} MB): {1e3 * ours:.0f} ms; a plain copy of as many "
+          f"bytes takes {1e3 * copied:.0f} ms, so this is {100 * copied / ours:.0f} % of the memory's bandwidth")
+
+
+def recorded(f, calls):
+    def call(*args, **kwargs):
+        calls.append((f, args, kwargs))
+        return f(*args, **kwargs)
+    return call
+
+
+def evaluation(label, model, meta, episodes, repeats):
+    """An evaluation against its parts alone: the same forwards on the same histories, the same resets and steps of the environments.
+
+    The three are timed in turn, and the best of each counts: what is left over is what evaluate() adds, colder caches included.
+    """
+    envs = [make_env(meta["env_spec"]) for _ in range(min(ROWS, episodes))]
+    acts, steps, act, plan = [], [], model.act, [("random", 3600.0, episodes)]
+
+    def remember(*history, sample, generator):
+        acts.append([x.clone() for x in history])
+        return act(*history)
+    model.act = remember
+    for env in envs:
+        env.reset, env.step = recorded(env.reset, steps), recorded(env.step, steps)
+    evaluate(model, meta, plan, envs=envs)
+    del model.act
+    for env in envs:
+        del env.reset, env.step
+
+    def forward():
+        for history in acts:
+            act(*history).cpu()
+
+    def play():
+        for f, args, kwargs in steps:
+            f(*args, **kwargs)
+    parts = forward, play, lambda: evaluate(model, meta, plan, envs=envs)
+    times = np.array([[timed(f)[0] for f in parts] for _ in range(repeats)])
+    forwards, stepping, whole = times.min(0)
+    ratios = np.sort(times[:, 2] / times[:, :2].sum(1))
+    n = len(steps) - episodes
+    print(f"{label}: {episodes} episodes of {n / episodes:.0f} steps in {whole:.2f} s, {n / whole:,.0f} steps/s; forwards alone {forwards:.2f} s, "
+          f"environments alone {stepping:.2f} s; ratio {whole / (forwards + stepping):.2f} (of each round, {ratios[0]:.2f} to {ratios[-1]:.2f}), "
+          f"environments {100 * stepping / whole:.0f} %")
+
+
+def side_by_side():
     for name in ("pointmaze-umaze", "hopper-medium"):
-        env = ENVS[name]
-        toy = Trajectories(g.standard_normal((2000, env.state_dim)), g.uniform(-1, 1, (2000, env.act_dim)), g.random(2000), [100] * 20,
-                           goals=g.standard_normal((2000, 2)) if env.goal_dim else None, max_ep_len=env.max_ep_len, action_low=-1.0, action_high=1.0,
-                           env_spec={"id": env.id, "kwargs": env.kwargs})
-        cfg, values, origin = settings.settings(dict(env=name, size="small"))
-        model, _, meta, _ = train.prepare(cfg, values, origin, toy)
+        model, meta = toy_run(name, "small")
         envs = [make_env(meta["env_spec"]) for _ in range(20)]
         together, rows = timed(lambda: evaluate(model, meta, [("random", 1.0, 20)], envs=envs))      # noqa: B023
         alone, _ = timed(lambda: [evaluate(model, meta, [("random", 1.0, 1)], seed=s, envs=envs[:1]) for s in range(4)])     # noqa: B023
@@ -88,6 +176,20 @@ def main():
         single = np.mean([evaluate(model, meta, [("random", 1.0, 1)], seed=s, envs=envs[:1])[0]["length"] for s in range(4)]) * 4
         print(f"{name}: 20 episodes side by side {steps / together:,.0f} steps/s, one by one {single / alone:,.0f} steps/s "
               f"({steps / together / (single / alone):.1f} times as fast)")
+
+
+def main():
+    g = np.random.default_rng(0)
+    t, w = loading(g)
+    batches(g, t, w)
+    del t, w
+    frame_batches(g)
+    for size in ("small", "paper"):
+        model, meta = toy_run("hopper-medium", size)
+        evaluation(f"hopper, DT {size}, untrained", model, meta, 100, 5)
+    model, meta = toy_run("hopper-medium", "small")
+    evaluation("hopper, DT small, a stored policy's actions", Skilled(model, meta, "hopper", 8), meta, 100, 3)
+    side_by_side()
 
 
 if __name__ == "__main__":

@@ -272,19 +272,22 @@ def test_without_the_predictor_acting_judges_each_token_among_those_before_it():
 
 
 def test_the_predictor_learns_the_selection_by_cross_entropy_and_its_loss_reaches_nothing_else():
-    """Eq. 5, over the real tokens."""
-    model, without = build(), build(aux=False)
+    """Eq. 5, over the real tokens; the losses of the two mixer layers add up, the log has their means."""
+    model, without = build(n_layer=4), build(n_layer=4, aux=False)
     without.load_state_dict({k: v for k, v in model.state_dict().items() if ".aux." not in k})
-    batch = make_batch()
-    layer, valid = model.blocks[1], batch["mask"].repeat_interleave(3, 1)
-    entered = []
-    layer.register_forward_hook(lambda _, inputs, __: entered.append(inputs[0]))
-    keep = model.selected(batch)[0]
-    error = [-layer.aux(entered[0][b, i]).log_softmax(-1)[int(keep[b, i])] for b, i in valid.nonzero().tolist()]
+    batch, entered, error, right = make_batch(), {}, [], []
+    valid = batch["mask"].repeat_interleave(3, 1)
+    for i in (1, 3):
+        model.blocks[i].register_forward_hook(lambda layer, inputs, _: entered.update({layer: inputs[0]}))
+    selected = model.selected(batch)
+    for (layer, x), keep in zip(entered.items(), selected, strict=True):
+        for b, i in valid.nonzero().tolist():
+            guess = layer.aux(x[b, i])
+            error.append(-guess.log_softmax(-1)[int(keep[b, i])])
+            right.append(int(guess.argmax() == keep[b, i]))
     total, log = model.loss(batch)
-    assert (log["aux"] - torch.stack(error).mean()).abs() < 1e-12 and (total - log["aux"] - without.loss(batch)[0]).abs() < 1e-7
-    right = [int(layer.aux(entered[0][b, i]).argmax() == keep[b, i]) for b, i in valid.nonzero().tolist()]
-    assert abs(float(log["aux_accuracy"]) - sum(right) / len(right)) < 1e-6
+    assert len(error) == 2 * valid.sum() and (log["aux"] - torch.stack(error).mean()).abs() < 1e-12
+    assert (total - 2 * log["aux"] - without.loss(batch)[0]).abs() < 1e-7 and abs(float(log["aux_accuracy"]) - sum(right) / len(right)) < 1e-6
     ours, theirs = gradients(model, batch), gradients(without, batch)
     assert all((ours[k] - g).abs().max() < 1e-12 for k, g in theirs.items()) and ours["blocks.1.aux.0.weight"].abs().max() > 0
 
