@@ -80,7 +80,7 @@ def toy_run(name, size):
     torch.manual_seed(0)
     cfg, values, origin = settings.settings(dict(env=name, size=size))
     model, _, meta, _ = train.prepare(cfg, values, origin, toy)
-    return model, meta
+    return model.eval(), meta
 
 
 def loading(g):

@@ -482,9 +482,12 @@ def test_a_folder_that_cannot_be_written_is_said_before_any_work(tmp_path, monke
     assert "MINARI_DATASETS_PATH" in capsys.readouterr().err
 
 
-def test_progress_is_silent_when_told_so(capfd):
-    """A notebook that collects inside a loop wants no bars."""
+def test_progress_is_silent_when_told_so_and_outside_a_terminal(capfd, monkeypatch):
+    """A notebook that collects inside a loop wants no bars, and neither does a log file."""
     c.collect("pointmaze-umaze", 300, progress=False)
     assert "pointmaze" not in capfd.readouterr().err
+    c.collect("pointmaze-umaze", 300)
+    assert "pointmaze" not in capfd.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     c.collect("pointmaze-umaze", 300)
     assert "pointmaze" in capfd.readouterr().err
