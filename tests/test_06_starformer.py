@@ -2,7 +2,6 @@
 
     pytest tests/test_06_starformer.py
 """
-import dataclasses
 import itertools
 import math
 
