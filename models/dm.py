@@ -297,6 +297,7 @@ class MixerLayer(StandardLayer):
             # slot 0 holds the first selected token, which every selected one sees; open to all, no softmax is empty
             mask = (index[:, None] <= place[rows, None]) & (slot < count) | (slot == 0)     # (B, Q, C)
             z = self.block(short, q, mask[:, None])
+        # the router once more, for the tokens that w multiplies: the ranks above need no gradient, and that of all tokens would be dear
         with torch.autocast(x.device.type, enabled=False):
             w, gate = self.router(q.to(self.router.weight.dtype)), gate[..., None]          # (B, C or Q, 1)
             w = w.sigmoid() if cfg.router == "sigmoid" else w
