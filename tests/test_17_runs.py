@@ -97,8 +97,11 @@ def no_root():
         subprocess.run(["rm", "-r", folder], check=True)
 
 
-def test_a_read_only_folder_is_reported_before_training_and_left_as_it_is(no_root, monkeypatch):
-    monkeypatch.setattr(T, "plot_curve", lambda rows, path: path.write_bytes(b""))     # matplotlib's fonts may be root's alone
+def test_a_read_only_folder_is_reported_before_training_and_left_as_it_is(no_root):
+    try:
+        open(torch.__file__).close()
+    except PermissionError:
+        pytest.skip("the packages are root's alone: as another user, torch and matplotlib cannot load what they load late")
     given = SMALL | dict(out=str(no_root / "runs"))
     run = T.train(toy(), **given)["run"]
     before = {p.name: p.read_bytes() for p in run.iterdir()}
