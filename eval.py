@@ -74,7 +74,7 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
         if "rtg" not in zero:
             rtg[:, at, 0] = torch.from_numpy((targets[alive] - achieved[alive]) / meta["rtg_scale"])
         window = slice(max(0, at + 1 - K), at + 1)
-        # views; then copies, which start at even addresses: by its address a lone row may be rounded otherwise
+        # views while all rows play, then copies: matrix products may round a lone row by its address in memory
         history = [h[:, window] if len(alive) == n else h[:, window].clone() for h in (states, actions, rewards, rtg)]
         if "states" in zero:
             history[0] = torch.cat([torch.zeros_like(history[0][:, :-1]), history[0][:, -1:]], 1)

@@ -1,6 +1,6 @@
 """How fast loading, sampling and evaluation are. Not a test: it prints and asserts nothing.
 
-    python tests/bench.py        about three minutes on 2 CPU cores; OMP_NUM_THREADS=1 where others use them too
+    python tests/bench.py        two to three minutes on 2 CPU cores; OMP_NUM_THREADS=1 where others use them too
 """
 import os
 import resource
@@ -117,10 +117,12 @@ def frame_batches(g):
     t = Trajectories(g.integers(0, 256, (N, 84, 84), np.uint8), g.integers(0, 4, N), g.random(N), [500] * (N // 500), n_actions=4, stack=C)
     w, generator = Windows(t, K), torch.Generator().manual_seed(0)
     batch = w.sample(B, generator)
-    # a copy of the batch's size reads and writes each byte once, as a gather must at the least
-    ours, copied = (min(timed(f)[0] for _ in range(10)) for f in (lambda: w.sample(B, generator), batch["states"].clone))
-    print(f"a batch of {B} x {K} x {C} x 84 x 84 frames ({batch['states'].numel() / 1e6:.0f} MB): {1e3 * ours:.0f} ms; a plain copy of as many "
-          f"bytes takes {1e3 * copied:.0f} ms, so this is {100 * copied / ours:.0f} % of the memory's bandwidth")
+    # a copy reads and writes each byte once, as a gather must at the least; most of the time goes to memory never used before
+    used, x = torch.empty_like(batch["states"]), batch["states"]
+    ours, fresh, copied = (min(timed(f)[0] for _ in range(10)) for f in (lambda: w.sample(B, generator), x.clone, lambda: used.copy_(x)))
+    print(f"a batch of {B} x {K} x {C} x 84 x 84 frames ({x.numel() / 1e6:.0f} MB): {1e3 * ours:.0f} ms; a plain copy of it takes "
+          f"{1e3 * fresh:.0f} ms into new memory, {1e3 * copied:.0f} ms into memory in use: {100 * fresh / ours:.0f} and "
+          f"{100 * copied / ours:.0f} % of the bandwidth")
 
 
 def recorded(f, calls):
