@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from envs import D4RL_URL, ENVS, HUGE, Env, UserError, describe, flat, get_env, make_env, nearest, observe, short  # noqa: F401 (this module's face)
-from frames import SIDE, gray, load_replay
+from envs import D4RL_URL, ENVS, HUGE, SIDE, Env, UserError, describe, flat, get_env, make_env, nearest, observe, short, sticky  # noqa: F401 (part of this module's face)
+from frames import gray, load_replay
 from policies import collect
 
 # --------------------------------------------------------------------------- trajectories
@@ -191,7 +191,7 @@ def minari_root():
 
 def use_folder(data, source):
     """--data for Minari sets: the folder that minari, which reads it from the environment, works in from now on."""
-    if data and source != "d4rl":
+    if data and source not in ("d4rl", "dqn"):
         os.environ["MINARI_DATASETS_PATH"] = str(Path(data).expanduser().resolve())
 
 
@@ -330,14 +330,17 @@ def load_minari(id, env=None, source="minari", download=True, transitions=None):
     spec = dataset._eval_env_spec or dataset.env_spec      # minari 0.5 has no public name for the first
     limit = spec and spec.max_episode_steps
     limit = limit if isinstance(limit, int) and limit > 0 else max(len(e.rewards) for e in episodes)
-    spec = None if spec is None else json.loads(spec.to_json())
-    if images and spec and spec["id"].startswith("ALE/"):       # the set's own wrappers do not matter: its frames are gray and small by now
-        spec = {"id": spec["id"], "kwargs": {}}
+    if env:
+        spec = {"id": env.id, "kwargs": env.kwargs}
+    elif images and spec and spec.id.startswith("ALE/"):        # the set's own wrappers do not matter: its frames are gray and small by now
+        spec = {"id": spec.id, "kwargs": {}}
+    else:
+        spec = spec and spec.to_json()
     states = episodes[0].observations.base[:sum(map(len, states))] if images else np.concatenate(states)
     return Trajectories(states, np.concatenate([e.actions for e in episodes]), np.concatenate([e.rewards for e in episodes]),
                         [len(e.rewards) for e in episodes], *np.transpose(ends), None if goals[0] is None else np.concatenate(goals), dataset=id,
                         source=source, layout=layout, max_ep_len=None if images else env.max_ep_len if env else limit,
-                        env_spec={"id": env.id, "kwargs": env.kwargs} if env else spec and json.dumps(spec), stack=env.stack if env else 4,
+                        env_spec=spec, stack=env.stack if env else 4,
                         clip_rewards=env is not None and env.clip_rewards, **kwargs)
 
 
@@ -398,7 +401,7 @@ def collect_local(name, steps=None, seed=0):
         raise UserError(f"{name} cannot be regenerated here; local data exist for: {', '.join(collect.NAMES)}")
     try:
         return collect.collect(name, steps, seed)
-    except ValueError as e:
+    except (ValueError, RuntimeError) as e:     # the second where nothing can render
         raise UserError(str(e)) from e
     except OSError as e:
         raise UserError(f"{name} could not be collected into {minari_root()}: {e}\nMINARI_DATASETS_PATH can name another folder") from e
@@ -477,8 +480,8 @@ def load_dqn(env, name, data, transitions):
 
 def check_fit(trajectories, env, name, goal):
     t = trajectories
-    for what, got, want in (("states", t.state_shape, env.state_shape), ("actions", t.n_actions or t.actions.shape[-1], env.act_dim)):
-        got, want = ((x[0] if isinstance(x, tuple) and len(x) == 1 else x) for x in (got, want))
+    states = ("states", t.state_shape, env.state_shape) if t.stack or env.stack else ("states", t.states.shape[1], env.state_dim)
+    for what, got, want in (states, ("actions", t.n_actions or t.actions.shape[-1], env.act_dim)):
         if got != want:
             raise UserError(f"{trajectories.dataset}: {what} have {got} numbers, but {name} ({env.id}) has {want}. Is it the right file?")
     if trajectories.goals is not None and env.goal_dim and trajectories.goals.shape[1] != env.goal_dim:
@@ -584,9 +587,13 @@ class Windows:
         x = self.frames.index_select(0, (rows[..., None] + self.back).clamp_(min=0).flatten())
         return x.view(*real.shape, *self.frames.shape[1:]).mul_(real[..., None, None])
 
+    def draw(self, batch_size, generator=None):
+        """(B,) int64: where the windows of a random batch start."""
+        return torch.randint(len(self), (batch_size,), generator=generator, device=self.step.device)
+
     def sample(self, batch_size, generator=None):
         """A random batch of the model contract's keys and shapes."""
-        return self.at(torch.randint(len(self), (batch_size,), generator=generator, device=self.step.device))
+        return self.at(self.draw(batch_size, generator))
 
 
 class Prefetch:
@@ -603,8 +610,7 @@ class Prefetch:
 
     def order(self):
         self.state = self.generator.get_state()
-        index = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        self.coming = self.pool.submit(self.fetch, index)
+        self.coming = self.pool.submit(self.fetch, self.windows.draw(self.batch_size, self.generator))
 
     def fetch(self, index):
         batch = self.windows.at(index)

@@ -17,6 +17,7 @@ class UserError(Exception):
     """Something the user can put right; commands print it as one message and leave with exit code 2."""
 
 
+SIDE = 84       # pixels of a frame each way
 HUGE = 1e30     # sums, means and differences of numbers up to it still fit into float32; data beyond it are refused
 
 
@@ -49,7 +50,7 @@ class Env:
 
     @property
     def state_shape(self):
-        return (self.stack, 84, 84) if self.stack else (self.state_dim,)
+        return (self.stack, SIDE, SIDE) if self.stack else (self.state_dim,)
 
     def scale(self, source):
         """What returns-to-go of this source's data are divided by."""
@@ -157,10 +158,17 @@ def make_env(spec, **kwargs):
                         "Is the package that registers it installed? To train without acting, add --eval_episodes 0") from e
 
 
-def describe(env, before=""):
+def sticky(spec, probability):
+    """The spec of an Atari game that is made here, with this probability that the emulator repeats an action; None for any other spec."""
+    if isinstance(spec, dict) and spec["id"].startswith("ALE/"):
+        return dict(spec, kwargs=spec["kwargs"] | {"sticky": probability})
+    return None
+
+
+def describe(env):
     """What a frame environment does between two frames, in a line; "" for others."""
     from policies import screens
-    return before + screens.describe(env) if env.spec and screens.ours(env.spec.id) else ""
+    return screens.describe(env) if env.spec and screens.ours(env.spec.id) else ""
 
 
 def flat(x):

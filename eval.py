@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import UserError, describe, make_env, nearest, observe, run_command, stop
+from data import UserError, describe, make_env, nearest, observe, run_command, sticky, stop
 
 ROWS = 50       # episodes played side by side
 
@@ -349,9 +349,9 @@ def command_line():
     if meta["env_spec"] is None:
         raise UserError(f"{meta['dataset']} names no environment to act in")
     if args.sticky is not None:
-        if not 0 <= args.sticky < 1 or not isinstance(meta["env_spec"], dict) or not meta["env_spec"]["id"].startswith("ALE/"):
+        meta["env_spec"] = sticky(meta["env_spec"], args.sticky)
+        if not 0 <= args.sticky < 1 or meta["env_spec"] is None:
             raise UserError("--sticky is a probability, from 0 to below 1, for Atari games")
-        meta["env_spec"]["kwargs"]["sticky"] = args.sticky
     if args.start and args.start not in meta["starts"]:
         raise UserError(f"--start {args.start}: {nearest(args.start, meta['starts'])}")
     starts = [args.start] if args.start else list(meta["starts"])

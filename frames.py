@@ -16,15 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from envs import HUGE, UserError, short
+from envs import HUGE, SIDE, UserError, short
 
-SIDE = 84
 ARRAY = re.compile(r"(?:\$store\$_)?(observation|action|reward|terminal)(?:_ckpt)?(?:\.(\d+))?\.gz")
 PART = 1000     # frames decompressed at once
 
 
-def gray(frames, height=SIDE, width=SIDE):
-    """(T, height, width) uint8 from images (T, H, W), (T, H, W, 1 or 3), or from stacks (T, C, H, W) and (T, H, W, C), whose last frame counts.
+def gray(frames):
+    """(T, 84, 84) uint8 from images (T, H, W), (T, H, W, 1 or 3), or from stacks (T, C, H, W) and (T, H, W, C), whose last frame counts.
 
     Colours by their luminance, sizes by the mean over areas, as the Atari environment does both. Raises UserError for other shapes.
     """
@@ -35,9 +34,9 @@ def gray(frames, height=SIDE, width=SIDE):
         x = np.concatenate([np.rint(part @ np.float32([0.299, 0.587, 0.114])).astype(np.uint8) for part in np.array_split(x, len(x) // 500 + 1)])
     elif x.ndim == 4:
         x = x[..., -1] if x.shape[-1] <= 4 else x[:, -1]
-    if x.shape[1:] != (height, width):
+    if x.shape[1:] != (SIDE, SIDE):
         import cv2
-        x = np.stack([cv2.resize(f, (width, height), interpolation=cv2.INTER_AREA) for f in x])
+        x = np.stack([cv2.resize(f, (SIDE, SIDE), interpolation=cv2.INTER_AREA) for f in x])
     return x
 
 
@@ -140,7 +139,7 @@ def copy_frames(path, rows, start, stop, actions, rewards, terminals, out):
                     if blank[i] and since < 3 and actions[at + i] == 0 and rewards[at + i] == 0 and not terminals[at + i]:
                         keep[at + i] = False
                     since = 0 if terminals[at + i] else since + 1
-                out.write(x[keep[at: at + len(x)]].data if keep[at: at + len(x)].all() else x[keep[at: at + len(x)]].tobytes())
+                out.write(x[keep[at: at + len(x)]].tobytes())
             if stop == shape[0] and f.read(1):      # to the end, where gzip's checksum stands
                 raise ValueError("more bytes than its header says")
             return keep

@@ -108,7 +108,7 @@ def make_step(model, windows, optimizer, cfg, generator, feed=None):
     """
     device = next(model.parameters()).device
     loss_of = torch.compile(model.loss) if cfg.compile else model.loss
-    inbox = {k: v.clone() for k, v in feed.next().items()} if feed else None        # the batch's fixed place, from which a graph reads
+    inbox = {k: v.clone() for k, v in feed.coming.result().items()} if feed else None       # a batch's fixed place, from which a graph reads
     clipped = {}        # one norm for all that share a learning rate; a predictor with a rate of its own neither shrinks the rest nor is shrunk
     for group in optimizer.param_groups:
         clipped.setdefault(group.get("lr_scale", 1.0), []).extend(group["params"])
@@ -129,17 +129,12 @@ def make_step(model, windows, optimizer, cfg, generator, feed=None):
             run = capture(step, model, optimizer, None if feed else generator)
         except Exception as e:      # whatever cannot be captured still runs, slower
             print(f"the step does not fit a CUDA graph ({type(e).__name__}: {str(e).splitlines()[0]}); it runs without")
-    if feed is None:
-        return run
-    first = [True]
 
     def fed():
-        if not first:
-            for k, x in feed.next().items():
-                inbox[k].copy_(x)
-        first.clear()
+        for k, x in feed.next().items():
+            inbox[k].copy_(x)
         return run()
-    return fed
+    return fed if feed else run
 
 
 def capture(step, model, optimizer, generator):
@@ -286,12 +281,10 @@ def prepare(cfg, values, origin, trajectories=None):
     if cfg.amp is None:
         cfg.amp, origin["amp"] = bool(t.stack) or values["d"] >= 256 or cfg.compile, "size"
     windows = Windows(t, values["context_len"], home, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
-    spec = t.env_spec
-    if isinstance(spec, dict) and spec["id"].startswith("ALE/"):
-        spec = dict(spec, kwargs=spec["kwargs"] | {"sticky": cfg.sticky})
     # D4RL's AntMaze score is the success rate, not a return: here an episode goes on after success
     meta = dict(
-        model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source, env_spec=spec,
+        model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source,
+        env_spec=data.sticky(t.env_spec, cfg.sticky) or t.env_spec,
         layout=t.layout, state_shape=list(values["state_shape"]), clip_rewards=t.clip_rewards, goal=goal_dim > 0, state_mean=windows.mean,
         state_std=windows.std, rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale,
         act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
@@ -347,7 +340,7 @@ def train_in(stack, trajectories, resume, given):
     if cfg.eval_episodes and meta["env_spec"] is not None:
         envs.append(data.make_env(meta["env_spec"]))
         check_environment(envs[0], meta)
-        note = choose_targets(cfg, origin, meta, t, envs[0]) + data.describe(envs[0], "\n")
+        note = "\n".join(filter(None, [choose_targets(cfg, origin, meta, t, envs[0]), data.describe(envs[0])]))
     folder = folder or stack.enter_context(hold(run_folder(cfg, resume)))       # made no sooner: what fails above leaves no empty folder
     if t.source == "d4rl" and cfg.env in data.ENVS and data.ENVS[cfg.env].note:
         note += f"\nnote: {data.ENVS[cfg.env].note}"

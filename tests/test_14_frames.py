@@ -137,6 +137,24 @@ def test_folders_without_a_replay_and_games_without_one_are_explained(tmp_path):
         data.load("hopper-medium", "dqn", str(tmp_path))
 
 
+def test_sticky_actions_reach_the_games_made_here_a_minari_set_of_the_users_own_included_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    data.collect_local("breakout", 20)
+    t = data.load("minari:local/atari/breakout-v0")
+    assert t.env_spec == {"id": "ALE/Breakout-v5", "kwargs": {}} and t.state_shape == (4, 84, 84)
+    cfg, values, origin = cfgs.settings(dict(env="arrays", size="small", sticky=0.25, **SMALL))
+    assert T.prepare(cfg, values, origin, t)[2]["env_spec"] == {"id": "ALE/Breakout-v5", "kwargs": {"sticky": 0.25}}
+    assert t.env_spec["kwargs"] == {} and data.sticky({"id": "Hopper-v5", "kwargs": {}}, 0.25) is None and data.sticky("{}", 0.25) is None
+
+
+def test_where_nothing_renders_collecting_says_so_in_a_message(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("frames can't be rendered")
+    monkeypatch.setattr(data.collect, "collect", fail)
+    with pytest.raises(UserError, match="rendered"):
+        data.collect_local("cheetah-run")
+
+
 def test_a_full_disk_is_noticed_before_the_work(tmp_path, monkeypatch):
     import shutil
     from types import SimpleNamespace
