@@ -120,7 +120,8 @@ def random_play(name, episodes=None, steps=None):
     space = dict(n_actions=fact.act_dim) if fact.discrete else dict(action_low=env.action_space.low, action_high=env.action_space.high)
     goals = None if goals[0] is None else np.array(goals)
     return data.Trajectories(np.array(states), np.array(actions), rewards, lengths, *np.transpose(ends), goals, source="local",
-                             dataset=f"random play of {fact.id}", env_spec=spec, layout=layout, max_ep_len=fact.max_ep_len, stack=fact.stack or 4, clip_rewards=fact.clip_rewards, **space)
+                             dataset=f"random play of {fact.id}", env_spec=spec, layout=layout,
+                             max_ep_len=fact.max_ep_len, stack=fact.stack or 4, clip_rewards=fact.clip_rewards, **space)
 
 
 # --------------------------------------------------------------------------- runs
