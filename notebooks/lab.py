@@ -529,7 +529,7 @@ def attention_maps(model, batch):
 def put_back(short, keep):
     """Maps (B, H, C, C) over each row's selected tokens, keep (B, L), in their places among all: (B, H, L, L)."""
     B, H = short.shape[:2]
-    out = torch.zeros(B, H, keep.shape[1], keep.shape[1], device=short.device)
+    out = short.new_zeros(B, H, keep.shape[1], keep.shape[1])
     for b in range(B):
         at = keep[b].nonzero().flatten()
         out[b][:, at[:, None], at] = short[b, :, : len(at), : len(at)]
@@ -542,7 +542,7 @@ def kernel_maps(model, batch):
 
     def look(name, module, x):
         k = module.kernels(F.glu(module.expand(x), -1), None).mean(-1)                      # (B, L, width)
-        m = torch.zeros(len(x), x.shape[1], x.shape[1], device=x.device)
+        m = k.new_zeros(len(x), x.shape[1], x.shape[1])
         for j in range(min(k.shape[2], x.shape[1])):
             m += torch.diag_embed(k[:, j:, j], -j)
         out[f"layer {int(name.split('.')[1]) + 1}"] = m

@@ -1,7 +1,11 @@
 """How fast loading, sampling and evaluation are. Not a test: it prints and asserts nothing.
 
-    python tests/bench.py        two to three minutes on 2 CPU cores; OMP_NUM_THREADS=1 where others use them too
+    python tests/bench.py             two to three minutes on 2 CPU cores; OMP_NUM_THREADS=1 where others use them too
+    python tests/bench.py growth      how a training step's cost grows with context and batch: a table, and docs/growth.png
 """
+import contextlib
+import io
+import json
 import os
 import resource
 import sys
@@ -180,6 +184,34 @@ def side_by_side():
               f"({steps / together / (single / alone):.1f} times as fast)")
 
 
+def growth():
+    """ms of a whole update, all six models at the papers' widths on hopper, in eager steps: against K at a batch of 8, against the batch at K = 20."""
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(9, 3.6))
+    axes = fig.subplots(1, 2)
+    sweeps = (("context_len", (8, 20, 60, 120, 240), dict(batch_size=8), "context length K, batch 8"),
+              ("batch_size", (8, 16, 32, 64, 128), dict(context_len=20), "batch size, K = 20"))
+    for ax, (key, values, rest, title) in zip(axes, sweeps, strict=True):
+        print(f"{title}: ms an update at {', '.join(map(str, values))}")
+        for i, model in enumerate(settings.MODELS):
+            ms = []
+            for x in values:
+                out = io.StringIO()
+                with contextlib.redirect_stdout(out):
+                    train.bench(5, dict(model=model, env="hopper-medium", size="paper", **rest, **{key: x}))
+                ms.append(json.loads(out.getvalue().splitlines()[-1])["ms_per_step"])
+            print(f"{model:12s}", *(f"{y:10.1f}" for y in ms), flush=True)
+            ax.loglog(values, ms, linestyle=["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1))][i], marker="osD^v<"[i], markersize=4, label=model)
+        ax.set(xlabel=title, ylabel="ms an update", xticks=values, xticklabels=values)
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    fig.tight_layout()
+    path = Path(__file__).parent.parent / "docs" / "growth.png"
+    fig.savefig(path, dpi=100)
+    print(path)
+
+
 def main():
     g = np.random.default_rng(0)
     t, w = loading(g)
@@ -195,4 +227,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    growth() if sys.argv[1:] == ["growth"] else main()
