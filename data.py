@@ -211,13 +211,31 @@ COPIES = 2.2
 SMALLER = "free some, take a machine with more, or train on a part of it (README, 'Train on arrays of your own')"
 
 
+def within(node, path, depth=8):
+    """node[path] of an HDF5 file, or None if it isn't there. ValueError where it lies outside the file: a link may point at a pipe without an end."""
+    import h5py
+    for key in path.strip("/").split("/"):
+        link = node.get(key, getlink=True) if isinstance(node, h5py.Group) else None
+        if isinstance(link, h5py.SoftLink) and depth:
+            node = within(node.file if link.path.startswith("/") else node, link.path, depth - 1)
+        elif isinstance(link, h5py.HardLink):
+            node = node[key]
+        elif link is not None:
+            raise ValueError(f"{path[:80]} is a link out of the file, or in a circle")
+        else:
+            return None
+    if isinstance(node, h5py.Dataset) and (node.external or node.is_virtual):
+        raise ValueError(f"the numbers of {path[:80]} are in another file")
+    return node
+
+
 def array_bytes(node, depth=8):
     """Bytes of all arrays below an HDF5 group, as they are once read. Links are followed as reading will follow them, in a circle not for ever."""
     if not hasattr(node, "keys"):
         return node.nbytes
     if depth == 0:
         raise ValueError(f"groups within groups without end at {node.name[:80]}")
-    return sum(array_bytes(node[k], depth - 1) for k in node)
+    return sum(array_bytes(within(node, k), depth - 1) for k in node)
 
 
 def load_d4rl(path, env=None, name=""):
@@ -228,10 +246,11 @@ def load_d4rl(path, env=None, name=""):
         raise UserError(f"{path} does not exist; {again}")
     try:
         with h5py.File(path, "r") as f:
-            missing = [k for k in ("observations", "actions", "rewards", "terminals") if k not in f]
+            fields = {k: within(f, k) for k in ("observations", "actions", "rewards", "terminals", "timeouts", "infos/goal")}
+            missing = [k for k in list(fields)[:4] if fields[k] is None]
             if missing:
                 raise UserError(f"{path} lacks {', '.join(missing)}; it holds {', '.join(sorted(f)) or 'nothing'}. Is it in D4RL's layout?")
-            fields = {k: f[k] for k in ("observations", "actions", "rewards", "terminals", "timeouts", "infos/goal") if k in f}
+            fields = {k: x for k, x in fields.items() if x is not None}
             check_memory(COPIES * sum(map(array_bytes, fields.values())), f"{path} takes about", SMALLER)
             x = {k: v[()] for k, v in fields.items()}
             shapes = ", ".join(f"{k} {np.shape(v)}" for k, v in x.items())
@@ -282,7 +301,7 @@ def load_minari(id, env=None, source="minari", download=True, transitions=None):
             with h5py.File(file, "r") as f:
                 if stated["total_episodes"] != len(f):
                     raise UserError(f"{file} holds {len(f):,} episodes, {facts.name} says {stated['total_episodes']}. {again}")
-                sizes = [array_bytes(f[k]) for k in f]
+                sizes = [array_bytes(within(f, k)) for k in f]
             dataset = minari.load_dataset(id)
             images = getattr(dataset.observation_space, "dtype", None) == np.uint8 and len(dataset.observation_space.shape or ()) >= 2
             # images are read episode by episode, and gray_episodes counts what is kept of them

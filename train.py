@@ -50,6 +50,14 @@ def build_model(cfg, values, origin, state_shape, act_dim, discrete, max_ep_len,
         raise UserError(str(e)) from e
 
 
+def planned(cfg, values, origin):
+    """The model as the facts of its environment make it, before any data are loaded."""
+    env = data.get_env(cfg.env)
+    goal_dim = env.goal_dim if values["goal"] != "none" else 0
+    shape = env.state_shape if env.stack else (env.state_dim + goal_dim,)
+    return build_model(cfg, values, origin, shape, env.act_dim, env.discrete, env.max_ep_len, goal_dim)
+
+
 def counters(model, values):
     """{"params", "mixer_params", "macs"}: all parameters, those of token mixers, multiply-accumulates to predict one window's actions."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -332,6 +340,9 @@ def train_in(stack, trajectories, resume, given):
     began = time.time()
     cfg, values, origin = settings(given if trajectories is None else {"env": "arrays"} | given)
     folder = stack.enter_context(hold(run_folder(cfg, resume))) if resume else None      # what cannot be resumed says so before the data load
+    if trajectories is None and cfg.env in data.ENVS:
+        with torch.device("meta"):      # no memory, no time: sizes that make no model say so before the data load, too
+            planned(cfg, dict(values), dict(origin))
     model, windows, meta, t = prepare(cfg, values, origin, trajectories)
     device = next(model.parameters()).device
     generator = torch.Generator(windows.table.device).manual_seed(cfg.seed)         # draws batches and nothing else
@@ -552,9 +563,7 @@ def show(given):
     cfg, values, origin = settings(given)
     env, sizes = data.ENVS.get(cfg.env), None
     if env:
-        goal_dim = env.goal_dim if values["goal"] != "none" else 0
-        shape = env.state_shape if env.stack else (env.state_dim + goal_dim,)
-        sizes = counters(build_model(cfg, values, origin, shape, env.act_dim, env.discrete, env.max_ep_len, goal_dim), values)
+        sizes = counters(planned(cfg, values, origin), values)
         if cfg.rtg_scale is None or not holds("rtg_scale", origin, cfg.source):
             cfg.rtg_scale, origin["rtg_scale"] = env.scale(cfg.source), "environment"
         if not holds("targets", origin, cfg.source):

@@ -77,6 +77,9 @@ PRESETS = {     # fields of Config, and of train.py's TrainConfig
         n_layer=2, d=64, context_len=3, dropout=0.0, activation="relu", timestep_std=0.1, batch_size=106, steps=3700, lr=1.5e-3,
         warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,        # None: the environment's
     ),
+    "small-frames": dict(   # ours, on top of "small": as StARformer's
+        n_head=2, d=96, context_len=4, timestep_std=0.0, batch_size=64, steps=1200, eval_every=0,
+    ),
 }
 
 

@@ -88,9 +88,16 @@ PRESETS = {
         betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=19_530, warmup=3, schedule="cosine", lr_floor=0.1,
         rtg_scale=1.0, eval_episodes=10, sample=True,
     ),
+    "dmc": dict(        # not in the paper: as StARformer's comparison runs DT
+        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, position="window", timestep_std=0.0, batch_size=64, lr=1e-3, betas=(0.9, 0.95),
+        weight_decay=0.1, decay="matrices", clip=1.0, steps=15_620, warmup=5, schedule="cosine", lr_floor=0.1, eval_episodes=10,
+    ),
     "small": dict(  # ours: minutes on a laptop; DT's recipe
         n_layer=2, n_head=1, d=64, context_len=3, kernel=6, dropout=0.0, attn_dropout=0.0, conv_dropout=0.0, timestep_std=0.1,
         batch_size=106, steps=3400, lr=1.5e-3, warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,     # None: the environment's
+    ),
+    "small-frames": dict(   # ours, on top of "small": as StARformer's
+        n_head=2, d=96, context_len=4, timestep_std=0.0, batch_size=64, steps=1200, eval_every=0,
     ),
 }
 

@@ -81,9 +81,16 @@ PRESETS = {
     "pong": dict(context_len=50, batch_size=512, steps=4_880, targets=seven(3.0, 21.0)),
     "qbert": dict(targets=seven(15.0, 283.0)),
     "seaquest": dict(targets=seven(13.0, 200.0)),
+    "dmc": dict(        # not in the paper: as StARformer's comparison runs DT
+        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, batch_size=64, lr=1e-3, betas=(0.9, 0.95),
+        weight_decay=0.1, decay="matrices", clip=1.0, steps=15_620, warmup=5, schedule="cosine", lr_floor=0.1, eval_episodes=10,
+    ),
     "small": dict(  # ours: minutes on a laptop; the short context is DT's
         n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=3000, lr=1.5e-3, warmup=100, schedule="cosine",
         eval_episodes=10,
+    ),
+    "small-frames": dict(   # ours, on top of "small": as StARformer's
+        n_head=2, d=96, context_len=4, batch_size=64, steps=1200, eval_every=0,
     ),
 }
 

@@ -140,7 +140,7 @@ class Run:
             with open(self.folder / "log.csv", newline="", encoding="utf-8") as f:
                 self.log = list(csv.DictReader(f))
         elif name == "windows":         # the data that it learnt from, as the model sees them
-            t = load(self.env, pick(local="local", paper="auto"), goal=self.meta["goal"])
+            t = load(self.env, self.source, self.settings.get("data", ""), goal=self.meta["goal"])
             self.windows = data.Windows(t, self.net.cfg.context_len, self.device, self.meta["rtg_scale"], self.meta["reward_scale"],
                                         self.meta["max_ep_len"], self.meta["goal"])
         elif name == "device":
@@ -167,6 +167,8 @@ class Run:
 def run(env, seed=0, label="", trained=False, quirk=None, **given):
     """Train, or find again, one run. given: settings as on the command line; quirk: a name in QUIRKS; trained: see the module's head."""
     base, frames, fixed = dict(size="paper"), data.ENVS[env].stack > 0, ()
+    if frames:      # the papers' replay of Atari games; of DMC nobody publishes frames, so your agent's under this name, or random play
+        base["source"] = "dqn" if data.ENVS[env].discrete else "local"
     if here.scale == "local":
         base = dict(size="small", source="local", eval_every=0)
         if not trained:
@@ -176,8 +178,9 @@ def run(env, seed=0, label="", trained=False, quirk=None, **given):
         base |= dict(n_head=1, context_len=2) if frames else {}
         fixed = ("d", "steps", "batch_size", "warmup", "targets", "eval_episodes", "eval_every")
     values = base | {k: v for k, v in given.items() if k not in fixed} | {"env": env, "seed": seed}
-    key = json.dumps([values, quirk], sort_keys=True, default=str)
-    name = f"{values.get('model', 'dt')}-{env}-{hashlib.sha1(key.encode()).hexdigest()[:8]}-s{seed}"
+    cfg, model, _ = settings.settings(values)       # with the presets' values: a changed preset makes another run
+    key = json.dumps([vars(cfg), model, quirk], sort_keys=True)
+    name = f"{cfg.model}-{env}-{hashlib.sha1(key.encode()).hexdigest()[:8]}-s{seed}"
     out = ROOT / "runs" / "notebooks" / here.scale
     out.mkdir(parents=True, exist_ok=True)
     (out / (name + ".hold")).mkdir(exist_ok=True)
@@ -205,10 +208,13 @@ def keep(result, trained):
 
 
 def sweep(id, variants, envs, trained=False, seeds=None, **common):
-    """All runs of {label: settings} on every environment and seed, in that order; their rows go into the notebook's CSV file."""
+    """All runs of {label: settings} on every environment and seed, in that order; their rows go into the notebook's CSV file.
+
+    Settings that depend on the environment are a function of its name."""
     envs = [envs] if isinstance(envs, str) else list(envs)
     seeds = range(seeds) if isinstance(seeds, int) else seeds or pick(smoke=[0], local=range(3) if trained else [0], paper=range(3))
-    todo = [(label, env, seed, common | given) for env in envs for label, given in variants.items() for seed in seeds]
+    todo = [(label, env, seed, common | (given(env) if callable(given) else given))
+            for env in envs for label, given in variants.items() for seed in seeds]
     if here.scale == "paper":
         hours = sum(hours_of(env, given) for _, env, _, given in todo)
         print(f"{id}: {len(todo)} runs, about {hours:.1f} hours to train on one H100, evaluation on top; finished runs are loaded")
@@ -340,15 +346,15 @@ def expected(folder=ROOT / "notebooks" / "results"):
 def counters(env, **given):
     """{"params", "mixer_params", "macs"} of a model at the paper's size, without training it."""
     cfg, values, origin = settings.settings(dict(size="paper", env=env) | given)
-    fact = data.ENVS[env]
-    goal_dim = fact.goal_dim if values["goal"] != "none" else 0
-    shape = fact.state_shape if fact.stack else (fact.state_dim + goal_dim,)
-    return train.counters(train.build_model(cfg, values, origin, shape, fact.act_dim, fact.discrete, fact.max_ep_len, goal_dim), values)
+    return train.counters(train.planned(cfg, values, origin), values)
 
 
 def bench(env, updates=None, **given):
     """{"ms_per_step", "peak_mib", ...} of whole updates on random data of the environment's shape: train.py --bench, at the paper's size."""
     text = io.StringIO()
+    if torch.cuda.is_available():       # the peak of these updates, not of what ran before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with contextlib.redirect_stdout(text):
         train.bench(updates or pick(smoke=1, local=5, paper=200), dict(size="paper", env=env) | given)
     return json.loads(text.getvalue().splitlines()[-1])
@@ -380,6 +386,7 @@ def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that look
         shown = ax.imshow(m, cmap="Greys", aspect="auto", interpolation="nearest")
         ax.set_title(title, fontsize=9)
         ax.set(xlabel=xlabel, ylabel=ylabel)
+        ax.locator_params(integer=True)
         fig.colorbar(shown, ax=ax)
     for ax in at[len(maps):]:
         ax.set_visible(False)
@@ -411,7 +418,7 @@ def log_curve(runs, column="loss"):
     """{label: (updates, mean over seeds, standard deviation)} of a column of log.csv."""
     out = {}
     for r in runs:
-        points = [(int(row["step"]), float(row[column])) for row in r.log if row.get(column)]
+        points = [(int(row["step"]), float(row[column])) for row in r.log if row.get(column) and row["checkpoint"] != "best"]
         out.setdefault(r.label, []).append(points)
     return {k: (*zip(*[(p[0][0], np.mean([y for _, y in p])) for p in zip(*v, strict=True)], strict=True),
                 [float(np.std([y for _, y in p])) for p in zip(*v, strict=True)]) for k, v in out.items() if v[0]}

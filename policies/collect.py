@@ -12,8 +12,10 @@ import difflib
 import io
 import json
 import math
+import shutil
 import sys
 import tempfile
+import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
@@ -535,6 +537,9 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
     parts = (partial(Own, policy),) if policy else chosen.parts
     record = {"name": chosen.name, "steps": steps, "seed": seed, "version": VERSION} | ({"policy": "the user's"} if policy else {})
     root = get_dataset_path().resolve()  # minari joins a relative folder to itself
+    for old in root.glob(".collecting-*"):  # left by a process that was killed
+        if time.time() - old.stat().st_mtime > 86_400:
+            shutil.rmtree(old, ignore_errors=True)
     # Written, episode by episode, to a hidden folder beside the others, where Minari doesn't look, and moved to its place when it
     # is whole: whatever stops us on the way, what is in that place is never half a set.
     with tempfile.TemporaryDirectory(prefix=".collecting-", dir=root) as staging:

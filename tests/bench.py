@@ -185,7 +185,7 @@ def side_by_side():
 
 
 def growth():
-    """ms of a whole update, all six models at the papers' widths on hopper, in eager steps: against K at a batch of 8, against the batch at K = 20."""
+    """ms of a whole update, all six models at the papers' widths on hopper: against K at a batch of 8, against the batch at K = 20."""
     from matplotlib.figure import Figure
     fig = Figure(figsize=(9, 3.6))
     axes = fig.subplots(1, 2)

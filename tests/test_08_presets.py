@@ -122,3 +122,18 @@ def test_dm_scales_and_targets_are_the_released_ones(env, scale, targets):
 def test_small_sizes_take_the_environments_own_return_scale(model, env):
     """A paper's scale of 1 leaves returns of hundreds: a small model then does not follow its target (rank correlation about 0.1, not 0.98)."""
     assert settings.settings(dict(model=model, env=env, size="small"))[0].rtg_scale is None
+
+
+@pytest.mark.parametrize("model", settings.MODELS)
+def test_dmc_starts_from_starformers_table_5_for_all_six(model):
+    """Table 5: 6 layers of 8 heads, dropout 0.1, rate 1e-3, decay 0.1, clip 1.0; it gives its DT baseline the same training."""
+    for env in ("cheetah-run", "ball-in-cup-catch", "finger-spin", "reacher-easy", "walker-walk"):
+        check(model, env, n_layer=6, n_head=8, dropout=0.1, lr=1e-3, weight_decay=0.1, decay="matrices", clip=1.0, betas=(0.9, 0.95),
+              batch_size=64, schedule="cosine")
+
+
+@pytest.mark.parametrize("model", settings.MODELS)
+@pytest.mark.parametrize("env", ["breakout", "cheetah-run"])
+def test_small_frames_are_of_one_size_for_all_six(model, env):
+    cfg, values, _ = settings.settings(dict(model=model, env=env, size="small"))
+    assert (values["d"], values["context_len"], cfg.batch_size) == (96, 4, 64) and cfg.steps * cfg.batch_size * values["context_len"] < 400_000

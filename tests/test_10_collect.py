@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -491,3 +492,12 @@ def test_progress_is_silent_when_told_so_and_outside_a_terminal(capfd, monkeypat
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     c.collect("pointmaze-umaze", 300)
     assert "pointmaze" in capfd.readouterr().err
+
+
+def test_what_a_killed_collection_left_is_cleared_away_after_a_day(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    for name, age in (("old", 90_000), ("new", 100)):
+        (tmp_path / f".collecting-{name}").mkdir()
+        os.utime(tmp_path / f".collecting-{name}", (time.time() - age,) * 2)
+    c.collect("pointmaze-umaze", 300, progress=False)
+    assert sorted(p.name for p in tmp_path.glob(".*")) == [".collecting-new"]

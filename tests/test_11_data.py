@@ -377,6 +377,51 @@ def test_auto_takes_what_is_cached_before_it_downloads(tmp_path, monkeypatch):
     assert data.load("hopper-medium", data=str(tmp_path)).source == "minari"
 
 
+@pytest.mark.parametrize("how", ["external", "soft to external", "group", "storage", "virtual", "circle"])
+def test_nothing_outside_a_file_is_read(how, tmp_path):
+    """Each way out leads to a pipe that nobody writes to: opening it would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    path = write_hdf5(tmp_path / "x.hdf5", drop=("rewards",))
+    with h5py.File(path, "a") as f:
+        if how == "external":
+            f["rewards"] = h5py.ExternalLink("pipe", "rewards")
+        elif how == "soft to external":
+            f["away"], f["rewards"] = h5py.ExternalLink("pipe", "/"), h5py.SoftLink("/away/rewards")
+        elif how == "group":
+            f["rewards"], f["infos"] = np.zeros(60), h5py.ExternalLink("pipe", "/")
+        elif how == "storage":
+            f.create_dataset("rewards", (60,), np.float32, external=[(str(tmp_path / "pipe"), 0, 240)])
+        elif how == "virtual":
+            layout = h5py.VirtualLayout((60,), np.float32)
+            layout[:] = h5py.VirtualSource(str(tmp_path / "pipe"), "rewards", (60,))
+            f.create_virtual_dataset("rewards", layout)
+        else:
+            f["rewards"], f["back"] = h5py.SoftLink("/back"), h5py.SoftLink("/rewards")
+    with pytest.raises(UserError, match="out of the file|in another file|cannot be read|lacks rewards"):
+        load_d4rl(path)
+
+
+def test_a_minari_set_with_a_link_to_a_pipe_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    id = data.collect_local("pointmaze-umaze", 300)
+    os.mkfifo(tmp_path / "pipe")
+    with h5py.File(tmp_path / id / "data" / "main_data.hdf5", "a") as f:
+        del f["episode_0/rewards"]
+        f["episode_0/rewards"] = h5py.ExternalLink(str(tmp_path / "pipe"), "x")
+    with pytest.raises(UserError, match="out of the file"):
+        data.load("pointmaze-umaze", "local")
+
+
+def test_a_link_within_a_file_is_followed(tmp_path):
+    path = write_hdf5(tmp_path / "x.hdf5")
+    plain = load_d4rl(path)
+    with h5py.File(path, "a") as f:
+        f["deep/gain"] = f["rewards"]
+        del f["rewards"]
+        f["rewards"] = h5py.SoftLink("/deep/gain")
+    torch.testing.assert_close(load_d4rl(path).rewards, plain.rewards)
+
+
 def test_a_d4rl_file_without_timeouts_is_cut_at_the_step_limit(tmp_path):
     """Episodes of 700 and, by the limit of 1000, 1000 and 300 more: one endless episode would carry rewards across all of them."""
     t = load_d4rl(write_hdf5(tmp_path / "x.hdf5", N=2000, terminals=np.arange(2000) == 699, drop=["timeouts"]), ENVS["hopper-medium"])
