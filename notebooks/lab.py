@@ -386,7 +386,7 @@ def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that look
         shown = ax.imshow(m, cmap="Greys", aspect="auto", interpolation="nearest")
         ax.set_title(title, fontsize=9)
         ax.set(xlabel=xlabel, ylabel=ylabel)
-        ax.locator_params(integer=True)
+        ax.locator_params(integer=True, min_n_ticks=1)
         fig.colorbar(shown, ax=ax)
     for ax in at[len(maps):]:
         ax.set_visible(False)

@@ -51,7 +51,7 @@ def test_committed_outputs(name):
     assert "Scale `local`" in stamp, "executed at the scale that is committed"
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1)), "executed from top to bottom"
     assert {k for o in outputs if "data" in o for k in o.data if k.startswith("image/")} <= {"image/png"}
-    assert sum(bool(line.strip()) for c in code for line in c.source.splitlines()) <= 150
+    assert sum(bool(line.strip()) for c in code for line in c.source.splitlines()) <= 160
     assert not re.search(r"TODO", json.dumps(nb.cells))
 
 
