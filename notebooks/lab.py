@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from IPython.display import Image, Markdown, display
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -445,7 +446,7 @@ def episodes(r, save=None):
 
 
 def paths(runs, n=20, save=None):
-    """Where a run's agent goes in its maze, from random starts: solid black if it reached its goal, gray dashes if not."""
+    """Where a run's agent goes in its maze, from random starts, shaded by the cell where its path ends; dashed if it missed its goal (*)."""
     import gymnasium
 
     class Tape(gymnasium.Wrapper):
@@ -466,11 +467,12 @@ def paths(runs, n=20, save=None):
         targets, options = np.full(len(tapes), r.meta["headline"]), [r.meta["starts"][start]] * len(tapes)
         out = player.rollout(r.net.eval(), r.meta, tapes, targets, range(len(tapes)), options)
         for tape, good in zip(tapes, out["success"], strict=True):
-            track = np.array(tape.track)
-            ax.plot(*track.T, linestyle="-" if good else "--", color="0" if good else "0.6", linewidth=0.8)
-            ax.plot(*tape.goal, "*", color="0" if good else "0.6", markersize=8)
+            track, maze = np.array(tape.track), tape.unwrapped.maze
+            row, column = maze.cell_xy_to_rowcol(track[-1])
+            shade = colormaps["viridis"]((row + column * 0.37) / (maze.map_length + maze.map_width * 0.37))
+            ax.plot(*track.T, linestyle="-" if good else "--", color=shade, linewidth=1)
+            ax.plot(*tape.goal, "*", color=shade, markersize=8)
             tape.close()
-        maze = tapes[0].unwrapped.maze
         for i, j in np.argwhere(np.array([[c == 1 for c in row] for row in maze.maze_map])):
             x, y = maze.cell_rowcol_to_xy(np.array([i, j]))
             half = maze.maze_size_scaling / 2
