@@ -416,22 +416,25 @@ def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=Fals
 
 
 def log_curve(runs, column="loss"):
-    """{label: (updates, mean over seeds, standard deviation)} of a column of log.csv."""
+    """{label: (updates, mean over seeds, standard deviation over seeds)} of a column of log.csv; of an evaluation's rows, the mean over its targets."""
     out = {}
     for r in runs:
-        points = [(int(row["step"]), float(row[column])) for row in r.log if row.get(column) and row["checkpoint"] != "best"]
-        out.setdefault(r.label, []).append(points)
-    return {k: (*zip(*[(p[0][0], np.mean([y for _, y in p])) for p in zip(*v, strict=True)], strict=True),
-                [float(np.std([y for _, y in p])) for p in zip(*v, strict=True)]) for k, v in out.items() if v[0]}
+        at = {}
+        for row in r.log:
+            if row.get(column) and row["checkpoint"] != "best":
+                at.setdefault(int(row["step"]), []).append(float(row[column]))
+        for step, values in at.items():
+            out.setdefault(r.label, {}).setdefault(step, []).append(float(np.mean(values)))
+    return {label: (list(at), [np.mean(y) for y in at.values()], [np.std(y) for y in at.values()]) for label, at in out.items()}
 
 
-def target_curve(runs, rows=None):
-    """{label: (targets, mean achieved over seeds, standard deviation over seeds)} from the last start; rows: one list a run, in place of its own."""
+def target_curve(runs, rows=None, key="achieved_mean"):
+    """{label: (targets, mean over seeds of a row's key, standard deviation over seeds)} from the last start; rows: one list a run, in place of its own."""
     out = {}
     for r, own in zip(runs, rows or [r.rows for r in runs], strict=True):
         for row in own:
             if row["start"] == list(r.meta["starts"])[-1]:
-                out.setdefault(r.label, {}).setdefault(row["target"], []).append(row["achieved_mean"])
+                out.setdefault(r.label, {}).setdefault(row["target"], []).append(row[key])
     return {label: tuple(map(list, zip(*((x, np.mean(y), np.std(y)) for x, y in sorted(points.items())), strict=True)))
             for label, points in out.items()}
 
