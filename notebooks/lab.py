@@ -416,7 +416,7 @@ def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=Fals
 
 
 def log_curve(runs, column="loss"):
-    """{label: (updates, mean over seeds, standard deviation over seeds)} of a column of log.csv; of an evaluation's rows, the mean over its targets."""
+    """{label: (updates, mean over seeds, standard deviation over seeds)} of a column of log.csv; of an evaluation, the mean over its targets."""
     out = {}
     for r in runs:
         at = {}
@@ -429,7 +429,8 @@ def log_curve(runs, column="loss"):
 
 
 def target_curve(runs, rows=None, key="achieved_mean"):
-    """{label: (targets, mean over seeds of a row's key, standard deviation over seeds)} from the last start; rows: one list a run, in place of its own."""
+    """{label: (targets, mean over seeds of a row's key, standard deviation over seeds)} from the last start. rows: in place of the runs' own,
+    one list for each."""
     out = {}
     for r, own in zip(runs, rows or [r.rows for r in runs], strict=True):
         for row in own:
