@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -189,6 +190,8 @@ def run(env, seed=0, label="", trained=False, quirk=None, **given):
         try:
             with train.hold(out / (name + ".hold")):
                 folder = out / name
+                if not (folder / "last.pt").is_file():      # stopped before its first checkpoint
+                    shutil.rmtree(folder, ignore_errors=True)
                 if not (folder / "result.json").is_file():
                     with open(out / f"{name}.txt", "a", encoding="utf-8") as text, contextlib.redirect_stdout(text), quirks(quirk):
                         keep(train.train(resume=(folder / "last.pt").is_file(), out=str(out), run=name, **values), trained)

@@ -301,6 +301,9 @@ def test_an_interrupted_run_goes_on(smoke, monkeypatch):
     real = lab.train.train
     monkeypatch.setattr(lab.train, "train", lambda resume, **k: asked.append(resume) or real(resume=resume, **k))
     assert lab.run("maze2d-umaze", model="dt").rows == run.rows and asked == [True]
+    for file in ("result.json", "last.pt"):                 # stopped before its first checkpoint: begun anew, in its own place
+        (run.folder / file).unlink()
+    assert lab.run("maze2d-umaze", model="dt").folder == run.folder and asked == [True, False]
 
 
 def test_results_and_tables(smoke, capsys, monkeypatch):
@@ -313,6 +316,28 @@ def test_results_and_tables(smoke, capsys, monkeypatch):
     assert len(rows) == 1 + sum(len(r.rows) for r in runs) and rows[-1].startswith("DC-T17,one,dc,maze2d-umaze,")
     assert "filters=shared" in rows[-1] and ",local," in rows[-1]
     assert not (smoke / "notebooks").exists()               # smoke leaves the committed results alone
+
+
+def test_curves_by_hand():
+    """Two seeds. A step's rows of several targets are one point, those of the best checkpoint none; targets count from the last start."""
+    def log(*points):
+        return [dict(step=str(s), loss=str(x), checkpoint=c) for s, x, c in points]
+
+    def row(start, target, achieved):
+        return dict(start=start, target=target, achieved_mean=achieved, abs_error=abs(target - achieved))
+    meta = {"starts": {"random": None, "far": None}}
+    one = lab.SimpleNamespace(label="a", meta=meta, log=log((10, 1.0, ""), (20, 2.0, "last"), (20, 4.0, "last"), (20, 99.0, "best")),
+                              rows=[row("random", 5.0, 0.0), row("far", 5.0, 3.0), row("far", 1.0, 1.0)])
+    two = lab.SimpleNamespace(label="a", meta=meta, log=log((10, 3.0, ""), (20, 5.0, "last")), rows=[row("far", 1.0, 2.0), row("far", 5.0, 5.0)])
+    assert lab.log_curve([one, two]) == {"a": ([10, 20], [2.0, 4.0], [1.0, 1.0])}
+    assert lab.target_curve([one, two]) == {"a": ([1.0, 5.0], [1.5, 4.0], [0.5, 1.0])}
+    assert lab.target_curve([one, two], key="abs_error") == {"a": ([1.0, 5.0], [0.5, 1.0], [0.5, 1.0])}
+    assert lab.target_curve([one], [[row("far", 9.0, 7.0)]]) == {"a": ([9.0], [7.0], [0.0])}
+
+
+def test_hours_are_updates_times_milliseconds():
+    assert lab.hours_of("hopper-medium", {"model": "dt", "quirk": "left padding"}) == pytest.approx(100_000 * 1.3 / 3.6e6)
+    assert lab.hours_of("breakout", {"model": "dt", "steps": 1000}) == pytest.approx(1000 * 7.0 / 3.6e6)
 
 
 def test_interval_by_hand():
