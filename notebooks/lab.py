@@ -47,8 +47,8 @@ SCALES = ("smoke", "local", "paper")
 here = SimpleNamespace(name="", scale="local", rows=[])     # the notebook that runs
 # ms of an update of the papers' size on one NVIDIA H100 (README, "Speed"), vectors and frames: what the hours announced are made of
 MS = dict(dt=(1.3, 7.0), dc=(0.9, 3.8), lsdt=(1.9, 13.1), radt=(2.2, 13.2), starformer=(4.1, 48.3), dm=(12.2, 12.4))
-COLUMNS = ["id", "label", "model", "env", "dataset", "source", "settings", "scale", "trained", "seed", "start", "target", "episodes", "return_mean",
-           "return_std", "score", "success", "abs_error", "steps", "seconds", "machine", "date"]
+COLUMNS = ["id", "label", "model", "env", "dataset", "source", "settings", "scale", "trained", "seed", "start", "target", "headline", "episodes",
+           "return_mean", "return_std", "score", "success", "abs_error", "steps", "seconds", "machine", "date"]
 
 
 # --------------------------------------------------------------------------- scales
@@ -239,7 +239,7 @@ def record(id, r):
     changed = " ".join(f"{k}={v}" for k, v in r.settings.items() if k != "model")
     facts = dict(id=id, scale=here.scale, settings=changed)
     for row in r.rows:
-        values = {k: x for k, x in (r.__dict__ | row | facts).items() if k in COLUMNS}
+        values = {k: x for k, x in (r.__dict__ | row | facts | {"headline": row is r.headline()}).items() if k in COLUMNS}
         here.rows.append({k: round(x, 3) if isinstance(x, float) else x for k, x in values.items()})
     folder = ROOT / "notebooks" / "results" if here.scale != "smoke" else ROOT / "runs" / "notebooks" / "smoke"
     folder.mkdir(parents=True, exist_ok=True)
@@ -336,9 +336,9 @@ def expected(folder=ROOT / "notebooks" / "results"):
     for file in sorted(Path(folder).glob("*.csv")):
         with open(file, newline="", encoding="utf-8") as f:
             for row in csv.DictReader(f):
-                if row["trained"] == "True" and not row["settings"]:
+                if row["trained"] == "True" and row["headline"] == "True" and not row["settings"]:
                     seeds = groups.setdefault((row["env"], row["model"], row["dataset"], row["source"]), {})
-                    seeds.setdefault(row["seed"], row)      # a run's first row is its headline
+                    seeds[row["seed"]] = row
     rows = []
     for (env, model, dataset, source), seeds in sorted(groups.items()):
         value = {k: interval([float(r[k]) for r in seeds.values() if r[k]]) for k in ("return_mean", "score", "success", "abs_error")}

@@ -346,8 +346,9 @@ def test_interval_by_hand():
 
 
 def test_expected_reads_headlines_of_default_runs(tmp_path):
-    line = dict.fromkeys(lab.COLUMNS, "") | dict(model="dt", env="e", dataset="d", source="local", trained="True", seconds="60", success="0.0")
-    rows = [line | dict(seed="0", return_mean="1.0"), line | dict(seed="0", return_mean="9.0"), line | dict(seed="1", return_mean="3.0"),
+    line = dict.fromkeys(lab.COLUMNS, "") | dict(model="dt", env="e", dataset="d", source="local", trained="True", headline="True", seconds="60",
+                                              success="0.0")
+    rows = [line | dict(seed="0", return_mean="9.0", headline="False"), line | dict(seed="0", return_mean="1.0"), line | dict(seed="1", return_mean="3.0"),
             line | dict(seed="2", return_mean="7.0", settings="d=8"), line | dict(seed="3", return_mean="7.0", trained="False")]
     text = "\n".join([",".join(lab.COLUMNS)] + [",".join(r[k] for k in lab.COLUMNS) for r in rows])
     (tmp_path / "x.csv").write_text(text)
