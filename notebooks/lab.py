@@ -382,12 +382,16 @@ def axes(columns, rows=1, width=3.4, height=2.9, **kwargs):
     return fig, list(fig.subplots(rows, columns, squeeze=False, **kwargs).flat)
 
 
+def plain(x):
+    """A tensor or anything like an array, as an array in the computer's memory."""
+    return x.detach().cpu().numpy() if torch.is_tensor(x) else np.asarray(x)
+
+
 def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=4):
     """Gray pictures of {title: (rows, columns) array}: darker is more."""
     fig, at = axes(min(columns, len(maps)), -(-len(maps) // columns))
     for ax, (title, m) in zip(at, maps.items(), strict=False):
-        m = m.detach().cpu().numpy() if torch.is_tensor(m) else np.asarray(m)
-        shown = ax.imshow(m, cmap="Greys", aspect="auto", interpolation="nearest")
+        shown = ax.imshow(plain(m), cmap="Greys", aspect="auto", interpolation="nearest")
         ax.set_title(title, fontsize=9)
         ax.set(xlabel=xlabel, ylabel=ylabel)
         ax.locator_params(integer=True, min_n_ticks=1)
@@ -403,10 +407,11 @@ STYLES = ["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0,
 def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=False):
     """{label: (x, y)} or {label: (x, y, spread)}: lines that are told apart without colour."""
     fig, (ax,) = axes(1, width=5.6, height=3.4)
-    for i, (label, (x, y, *spread)) in enumerate(curves.items()):
+    for i, (label, curve) in enumerate(curves.items()):
+        x, y, *spread = map(plain, curve)
         line, = ax.plot(x, y, linestyle=STYLES[i % len(STYLES)], marker="osD^v<>x"[i % 8], markersize=4, label=label)
         if spread:
-            ax.fill_between(x, np.subtract(y, spread[0]), np.add(y, spread[0]), alpha=0.15, color=line.get_color())
+            ax.fill_between(x, y - spread[0], y + spread[0], alpha=0.15, color=line.get_color())
     if diagonal:
         ends = [min(min(c[0]) for c in curves.values()), max(max(c[0]) for c in curves.values())]
         ax.plot(ends, ends, color="0.6", linewidth=1, label="target = achieved")
