@@ -417,7 +417,8 @@ def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=Fals
         ax.plot(ends, ends, color="0.6", linewidth=1, label="target = achieved")
     if logy:
         ax.set_yscale("log")
-    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set_title(title, fontsize=9)
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
     picture(fig, save)
