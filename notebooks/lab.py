@@ -25,6 +25,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -97,10 +98,9 @@ def load(name, source="auto", folder="", goal=True, transitions=500_000):
 
 
 @functools.cache
-def random_play(name, episodes=None, steps=None):
+def random_play(name):
     """Trajectories of actions drawn at random: the environment's own shapes, bounds and ends, and nothing worth learning."""
-    fact = data.ENVS[name]
-    episodes, steps = episodes or pick(smoke=6, local=20), steps or pick(smoke=10, local=200)
+    fact, (episodes, steps) = data.ENVS[name], (6, 10) if here.scale == "smoke" else (20, 200)
     spec = {"id": fact.id, "kwargs": fact.kwargs}
     layout = {"first": 27 if fact.family in ("ant", "antmaze") else None, "position": fact.family == "antmaze", "stack": fact.stack}
     env = real_make_env(spec)
@@ -131,9 +131,10 @@ def random_play(name, episodes=None, steps=None):
 class Run:
     """A finished run: settings, seed, folder, rows (of its last evaluation), log (rows of log.csv), net and meta (its last checkpoint)."""
 
-    def __init__(self, label, env, seed, given, folder):
+    def __init__(self, label, env, seed, given, folder, trained=False):
         self.label, self.env, self.seed, self.settings, self.folder = label, env, seed, given, Path(folder)
-        self.__dict__ |= json.loads((self.folder / "result.json").read_text(encoding="utf-8"))     # rows, seconds, steps, machine, date, trained
+        self.__dict__ |= json.loads((self.folder / "result.json").read_text(encoding="utf-8"))     # what keep() wrote
+        self.trained = bool(trained) or here.scale == "paper"
 
     def __getattr__(self, name):        # read when first asked for
         if name in ("net", "meta"):
@@ -142,35 +143,52 @@ class Run:
             with open(self.folder / "log.csv", newline="", encoding="utf-8") as f:
                 self.log = list(csv.DictReader(f))
         elif name == "windows":         # the data that it learnt from, as the model sees them
-            t = load(self.env, self.source, self.settings.get("data", ""), goal=self.meta["goal"])
-            self.windows = data.Windows(t, self.net.cfg.context_len, self.device, self.meta["rtg_scale"], self.meta["reward_scale"],
+            own = {"data": "", "transitions": 500_000, "pct_traj": 1} | self.settings
+            t = load(self.env, self.source, own["data"], self.meta["goal"], own["transitions"])
+            t = t.top(own["pct_traj"]) if own["pct_traj"] < 1 else t
+            self.windows = data.Windows(t, self.net.cfg.context_len, "cpu", self.meta["rtg_scale"], self.meta["reward_scale"],
                                         self.meta["max_ep_len"], self.meta["goal"])
-        elif name == "device":
-            self.device = next(self.net.parameters()).device
         if name not in self.__dict__:
             raise AttributeError(name)
         return self.__dict__[name]
 
     def batch(self, size=64, seed=0):
-        """A batch of the data that the run learnt from, in the model contract's keys."""
-        return self.windows.sample(size, torch.Generator(self.device).manual_seed(seed))
+        """A batch of whole windows of the data that the run learnt from, in the model contract's keys."""
+        whole = (self.windows.left >= self.windows.K).nonzero()[:, 0]
+        index = whole[torch.randint(len(whole), (size,), generator=torch.Generator().manual_seed(seed))]
+        return {k: x.to(next(self.net.parameters()).device) for k, x in self.windows.at(index).items()}
+
+    def best_return(self):
+        """The largest return of an episode of that data."""
+        return float(self.windows.table[self.windows.step == 0, -1].max()) * self.meta["rtg_scale"]
 
     def headline(self):
         """The row that stands for the run: at its headline target, from the first start that has it."""
-        return next((r for r in self.rows if r["target"] == self.meta["headline"]), self.rows[0])
+        return next((r for r in self.rows if r["target"] == self.asked), self.rows[0])
+
+    def last_start(self):
+        """Its rows from the last start alone: of mazes the far one, where the model's speed decides the return."""
+        return [r for r in self.rows if r["start"] == self.rows[-1]["start"]]
 
     def play(self, targets=None, zero=(), episodes=None):
         """Rows of another evaluation, from the last start: other targets, or inputs blanked."""
-        start, episodes = list(self.meta["starts"])[-1], episodes or pick(smoke=1, local=10, paper=100)
-        plan = [(start, float(x), episodes) for x in (targets or [self.meta["headline"]])]
+        start, episodes = self.rows[-1]["start"], episodes or pick(smoke=1, local=10, paper=100)
+        plan = [(start, float(x), episodes) for x in (targets or [self.asked])]
         return player.evaluate(self.net, self.meta, plan, self.seed, None, self.meta["sample"], zero)
+
+
+def published(env):
+    """The source of a set at scale paper. The papers' own files; but of mazes, whose D4RL coordinates no environment here has, and of kitchen,
+    Minari's. Nobody publishes frames of DMC: there, an agent's of your own under the set's name, or random play."""
+    fact = data.ENVS[env]
+    if fact.family in ("maze2d", "antmaze") or not (fact.d4rl or fact.stack):
+        return "minari"
+    return {"atari": "dqn", "dmc": "local"}.get(fact.family, "d4rl")
 
 
 def run(env, seed=0, label="", trained=False, quirk=None, **given):
     """Train, or find again, one run. given: settings as on the command line; quirk: a name in QUIRKS; trained: see the module's head."""
-    base, frames, fixed = dict(size="paper"), data.ENVS[env].stack > 0, ()
-    if frames:      # the papers' replay of Atari games; of DMC nobody publishes frames, so your agent's under this name, or random play
-        base["source"] = "dqn" if data.ENVS[env].discrete else "local"
+    base, frames, fixed = dict(size="paper", source=published(env)), data.ENVS[env].stack > 0, ()
     if here.scale == "local":
         base = dict(size="small", source="local", eval_every=0)
         if not trained:
@@ -194,19 +212,19 @@ def run(env, seed=0, label="", trained=False, quirk=None, **given):
                     shutil.rmtree(folder, ignore_errors=True)
                 if not (folder / "result.json").is_file():
                     with open(out / f"{name}.txt", "a", encoding="utf-8") as text, contextlib.redirect_stdout(text), quirks(quirk):
-                        keep(train.train(resume=(folder / "last.pt").is_file(), out=str(out), run=name, **values), trained)
-            return Run(label or name, env, seed, given | ({"quirk": quirk} if quirk else {}), folder)
+                        keep(train.train(resume=(folder / "last.pt").is_file(), out=str(out), run=name, **values))
+            return Run(label or name, env, seed, given | ({"quirk": quirk} if quirk else {}), folder, trained)
         except data.UserError as e:
             if "another process" not in str(e):
                 raise
             time.sleep(2)
 
 
-def keep(result, trained):
+def keep(result):
     """Write what train() returned beside its checkpoints: a run with a result is finished."""
     meta = result["meta"]
     facts = dict(model=meta["model"], dataset=meta["dataset"], source=meta["source"], steps=meta["step"], seconds=round(result["seconds"], 1),
-                 trained=bool(trained), machine=machine(), date=time.strftime("%Y-%m-%d"), rows=result["rows"])
+                 machine=machine(), date=time.strftime("%Y-%m-%d"), asked=meta["headline"], rows=result["rows"])
     text = json.dumps(facts, default=float)
     train.write_atomically(result["run"] / "result.json", lambda path: path.write_text(text, encoding="utf-8"))
 
@@ -221,7 +239,7 @@ def sweep(id, variants, envs, trained=False, seeds=None, **common):
             for env in envs for label, given in variants.items() for seed in seeds]
     if here.scale == "paper":
         hours = sum(hours_of(env, given) for _, env, _, given in todo)
-        print(f"{id}: {len(todo)} runs, about {hours:.1f} hours to train on one H100, evaluation on top; finished runs are loaded")
+        print(f"{id}: {len(todo)} runs, about {hours:.1f} hours to train on one H100 at default sizes, evaluation on top; finished runs are loaded")
     out = []
     for label, env, seed, given in tqdm(todo, desc=id, unit="run", leave=False, mininterval=2, disable=here.scale == "smoke"):
         out.append(run(env, seed, label, trained, **given))
@@ -313,15 +331,13 @@ def compare(id, variants, envs, trained=False, seeds=None, paper=None, each_targ
     return runs
 
 
-def alignment(runs, paper=None):
+def alignment(runs, paper=None, played=None):
     """How closely achieved returns follow their targets, from the last start: rank correlation and mean |target - achieved|, in the return's unit
-    and as a share of the targets' span."""
+    and as a share of the targets' span. played: in place of the runs' own rows, one list for each."""
     groups, rows = {}, []
-    for r in runs:
-        last = [row for row in r.rows if row["start"] == list(r.meta["starts"])[-1]]
-        span = max(1e-9, max(x["target"] for x in last) - min(x["target"] for x in last))
-        a = player.alignment(last)
-        groups.setdefault((r.env, r.label), []).append((a["rank_correlation"], a["abs_error"], 100 * a["abs_error"] / span))
+    for r, last in zip(runs, played or [r.last_start() for r in runs], strict=True):
+        span, a = max(x["target"] for x in last) - min(x["target"] for x in last), player.alignment(last)
+        groups.setdefault((r.env, r.label), []).append((a["rank_correlation"], a["abs_error"], 100 * a["abs_error"] / span if span else None))
     for (env, label), g in groups.items():
         rank, error, share = zip(*g, strict=True)
         figure = [paper.get(env, paper).get(label, "-")] if paper else []
@@ -355,13 +371,15 @@ def counters(env, **given):
 
 def bench(env, updates=None, **given):
     """{"ms_per_step", "peak_mib", ...} of whole updates on random data of the environment's shape: train.py --bench, at the paper's size."""
-    text = io.StringIO()
-    if torch.cuda.is_available():       # the peak of these updates, not of what ran before
+    text, held = io.StringIO(), 0
+    if torch.cuda.is_available():       # the peak of these updates, not of what ran before, nor of the models that are still there
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_reserved() / 2**20
     with contextlib.redirect_stdout(text):
         train.bench(updates or pick(smoke=1, local=5, paper=200), dict(size="paper", env=env) | given)
-    return json.loads(text.getvalue().splitlines()[-1])
+    result = json.loads(text.getvalue().splitlines()[-1])
+    return result | {"peak_mib": round(result["peak_mib"] - held)}
 
 
 # --------------------------------------------------------------------------- pictures
@@ -441,25 +459,22 @@ def target_curve(runs, rows=None, key="achieved_mean"):
     """{label: (targets, mean over seeds of a row's key, standard deviation over seeds)} from the last start. rows: in place of the runs' own,
     one list for each."""
     out = {}
-    for r, own in zip(runs, rows or [r.rows for r in runs], strict=True):
+    for r, own in zip(runs, rows or [r.last_start() for r in runs], strict=True):
         for row in own:
-            if row["start"] == list(r.meta["starts"])[-1]:
-                out.setdefault(r.label, {}).setdefault(row["target"], []).append(row[key])
+            out.setdefault(r.label, {}).setdefault(row["target"], []).append(row[key])
     return {label: tuple(map(list, zip(*((x, np.mean(y), np.std(y)) for x, y in sorted(points.items())), strict=True)))
             for label, points in out.items()}
 
 
-def episodes(r, save=None):
+def episodes(r):
     """A run's episodes, achieved against target: eval.py's picture."""
     out = io.BytesIO()
     player.plot_targets(r.rows, out, player.title(r.meta))
-    if save and here.scale == "local":
-        (ROOT / "docs" / f"{save}.png").write_bytes(out.getvalue())
     display(Image(out.getvalue()))
 
 
 def paths(runs, n=20, save=None):
-    """Where a run's agent goes in its maze, from random starts, shaded by the cell where its path ends; dashed if it missed its goal (*)."""
+    """Where a run's agent goes in its maze, from its first kind of start, shaded by the cell where a path ends; dashed if it missed its goal (*)."""
     import gymnasium
 
     class Tape(gymnasium.Wrapper):
@@ -476,7 +491,7 @@ def paths(runs, n=20, save=None):
     fig, at = axes(len(runs))
     for ax, r in zip(at, runs, strict=True):
         tapes = [Tape(player.make_env(r.meta["env_spec"])) for _ in range(pick(smoke=2, local=n, paper=n))]
-        start = next(iter(r.meta["starts"]))
+        start = r.rows[0]["start"]
         targets, options = np.full(len(tapes), r.meta["headline"]), [r.meta["starts"][start]] * len(tapes)
         out = player.rollout(r.net.eval(), r.meta, tapes, targets, range(len(tapes)), options)
         for tape, good in zip(tapes, out["success"], strict=True):
@@ -528,7 +543,7 @@ def attention_maps(model, batch):
     over the tokens that it selected, put back in their places, zero elsewhere.
     """
     out = {}
-    keep = model.selected(batch) if isinstance(model, dm.Model) else None
+    keep = model.eval().selected(batch) if isinstance(model, dm.Model) else None
 
     def look(name, module, x):
         q, k, _ = F.linear(x, module.qkv.weight, module.qkv.bias).unflatten(-1, (3, module.n_head, -1)).permute(2, 0, 3, 1, 4)
@@ -601,58 +616,50 @@ def clamped(cfg, step):
 
 
 def left(windows, index):
-    """Windows.at, short windows padded on the left, with zeros before normalisation and action -10: as released for gym (DT, DC, RADT)."""
-    batch = real_at(windows, index)
-    K = windows.K
-    real = batch["mask"].sum(1, keepdim=True)
-    source = torch.arange(K, device=real.device) - (K - real)                               # (B, K): where each place's step comes from
-    pad = source < 0
-    out = {k: x.gather(1, source.clamp(min=0).view(*source.shape, *[1] * (x.ndim - 2)).expand_as(x)) for k, x in batch.items()}
-    fill = dict(states=-windows.mean / windows.std, actions=torch.tensor(-10.0), mask=torch.tensor(False))
-    for k, x in out.items():
-        value = fill.get(k, torch.zeros(1)).to(x.device, x.dtype)
-        out[k] = torch.where(pad.view(*pad.shape, *[1] * (x.ndim - 2)), value, x)
-    return out
-
-
-real_at = data.Windows.at
+    """Windows.at for vectors, short windows padded on the left by unnormalised zeros and actions of -10: as released for gym (DT, DC, RADT)."""
+    batch, K = real_at(windows, index), windows.K
+    source = torch.arange(K, device=index.device) - (K - batch["mask"].sum(1, keepdim=True))        # (B, K): where each place's step comes from
+    pad, shift = source < 0, source.clamp(min=0)
+    out = {}
+    for k, x in batch.items():
+        wide = (..., *[None] * (x.ndim - 2))
+        out[k] = x.gather(1, shift[wide].expand_as(x)).masked_fill(pad[wide], -10.0 if k == "actions" else 0)
+    if not hasattr(windows, "blank"):       # made once: a CUDA graph can't send it to the GPU anew
+        windows.blank = (-windows.mean / windows.std).to(index.device)
+    return out | {"states": torch.where(pad[..., None], windows.blank, out["states"])}
 
 
 def act_left(model, states, actions, rewards, rtg, timesteps, **kwargs):
     """Model.act with histories padded on the left by zeros up to K, as the released evaluation of DC does."""
-    missing = model.cfg.context_len - states.shape[1]
-    if missing > 0:
-        states, actions, rewards, rtg = (F.pad(x, (0, 0, missing, 0)) for x in (states, actions, rewards, rtg))
-        timesteps = F.pad(timesteps, (missing, 0))
-    return real_dc_act(model, states, actions, rewards, rtg, timesteps, **kwargs)
-
-
-real_dc_act = dc.Model.act
+    missing = max(0, model.cfg.context_len - states.shape[1])
+    states, actions, rewards, rtg = (F.pad(x, (0, 0, missing, 0)) for x in (states, actions, rewards, rtg))
+    return real_dc_act(model, states, actions, rewards, rtg, F.pad(timesteps, (missing, 0)), **kwargs)
 
 
 class InvertedMask:
     """RADT's released mask: in windows with padding, real tokens see the padding before them and nothing else. Acting pads nothing."""
 
     def __init__(self):
-        self.mask, self.loss, self.attend = None, radt.Model.loss, radt.QKVAttention.forward
+        self.mask = None
 
-    def model_loss(self, model, batch):
+    def loss(self, model, batch):
         self.mask = batch["mask"]
         try:
-            return self.loss(model, batch)
+            return real_radt_loss(model, batch)
         finally:
             self.mask = None
 
     def attention(self, module, query, key, value, mask=None):
-        if self.mask is None:
-            return self.attend(module, query, key, value, mask)
-        real = self.mask.repeat_interleave(key.shape[1] // self.mask.shape[1], 1)                               # (B, keys)
-        if mask is None:
-            mask = radt.unseen(query.shape[1], query)
-        # -1e4 as released, on the real keys of a padded window; where all keys are real it shifts every one alike and changes nothing
-        padded = ~real.all(1)
-        mask = mask + torch.where(real & padded[:, None], -1e4, 0.0)[:, None, None]                             # (B, 1, queries, keys)
-        return self.attend(module, query, key, value, mask)
+        if self.mask is not None:
+            real = self.mask.repeat_interleave(key.shape[1] // self.mask.shape[1], 1)                           # (B, keys)
+            hidden = real & ~real.all(1, keepdim=True)
+            # -1e4 as released, on the real keys of a padded window; where all keys are real it would shift every one alike and change nothing
+            mask = (radt.unseen(query.shape[1], query) if mask is None else mask) + torch.where(hidden, -1e4, 0.0)[:, None, None]
+        return real_attention(module, query, key, value, mask)                                                  # mask (B, 1, queries, keys)
+
+    def patches(self):
+        return [(data.Windows, "at", left), (radt.Model, "loss", lambda *args: self.loss(*args)),
+                (radt.QKVAttention, "forward", lambda *args: self.attention(*args))]
 
 
 def leaky_inputs(model, states, actions, rewards, rtg):
@@ -661,36 +668,23 @@ def leaky_inputs(model, states, actions, rewards, rtg):
     return states, a, rewards.to(c.dtype) if model.training and model.cfg.condition == "reward" else c
 
 
-real_inputs = starformer.Model.inputs
+real_at, real_dc_act, real_inputs = data.Windows.at, dc.Model.act, starformer.Model.inputs
+real_radt_loss, real_attention = radt.Model.loss, radt.QKVAttention.forward
+QUIRKS = {
+    "left padding": [(data.Windows, "at", left), (dc.Model, "act", torch.no_grad()(act_left))],
+    "inverted mask": InvertedMask().patches(),
+    "unclamped cosine": [(train, "learning_rate", unclamped)],
+    "clamped cosine": [(train, "learning_rate", clamped)],
+    "label leak": [(starformer.Model, "inputs", leaky_inputs)],
+}
 
 
 @contextlib.contextmanager
 def quirks(name):
-    """One quirk of released code, while a run trains and plays."""
-    old = []
-
-    def put(owner, attribute, new):
-        old.append((owner, attribute, getattr(owner, attribute)))
-        setattr(owner, attribute, new)
+    """One quirk of released code, or none, while a run trains and plays."""
     if name is not None and name not in QUIRKS:
         raise ValueError(f"no quirk is called {name!r}: {', '.join(QUIRKS)}")
-    if name in ("left padding", "inverted mask"):
-        put(data.Windows, "at", left)
-    if name == "left padding":
-        put(dc.Model, "act", torch.no_grad()(act_left))
-    if name == "inverted mask":
-        q = InvertedMask()
-        put(radt.Model, "loss", lambda model, batch: q.model_loss(model, batch))
-        put(radt.QKVAttention, "forward", lambda module, *args: q.attention(module, *args))
-    if name in ("unclamped cosine", "clamped cosine"):
-        put(train, "learning_rate", unclamped if name.startswith("un") else clamped)
-    if name == "label leak":
-        put(starformer.Model, "inputs", leaky_inputs)
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, new in QUIRKS.get(name, []):
+            stack.enter_context(mock.patch.object(owner, attribute, new))
         yield
-    finally:
-        for owner, attribute, value in reversed(old):
-            setattr(owner, attribute, value)
-
-
-QUIRKS = ("left padding", "inverted mask", "unclamped cosine", "clamped cosine", "label leak")

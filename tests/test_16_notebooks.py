@@ -325,10 +325,13 @@ def test_curves_by_hand():
 
     def row(start, target, achieved):
         return dict(start=start, target=target, achieved_mean=achieved, abs_error=abs(target - achieved))
-    meta = {"starts": {"random": None, "far": None}}
-    one = lab.SimpleNamespace(label="a", meta=meta, log=log((10, 1.0, ""), (20, 2.0, "last"), (20, 4.0, "last"), (20, 99.0, "best")),
-                              rows=[row("random", 5.0, 0.0), row("far", 5.0, 3.0), row("far", 1.0, 1.0)])
-    two = lab.SimpleNamespace(label="a", meta=meta, log=log((10, 3.0, ""), (20, 5.0, "last")), rows=[row("far", 1.0, 2.0), row("far", 5.0, 5.0)])
+    def run(log, *rows):
+        r = lab.Run.__new__(lab.Run)        # without a folder
+        r.__dict__.update(label="a", log=log, rows=rows)
+        return r
+    one = run(log((10, 1.0, ""), (20, 2.0, "last"), (20, 4.0, "last"), (20, 99.0, "best")),
+              row("random", 5.0, 0.0), row("far", 5.0, 3.0), row("far", 1.0, 1.0))
+    two = run(log((10, 3.0, ""), (20, 5.0, "last")), row("far", 1.0, 2.0), row("far", 5.0, 5.0))
     assert lab.log_curve([one, two]) == {"a": ([10, 20], [2.0, 4.0], [1.0, 1.0])}
     assert lab.target_curve([one, two]) == {"a": ([1.0, 5.0], [1.5, 4.0], [0.5, 1.0])}
     assert lab.target_curve([one, two], key="abs_error") == {"a": ([1.0, 5.0], [0.5, 1.0], [0.5, 1.0])}
@@ -348,7 +351,8 @@ def test_interval_by_hand():
 def test_expected_reads_headlines_of_default_runs(tmp_path):
     line = dict.fromkeys(lab.COLUMNS, "") | dict(model="dt", env="e", dataset="d", source="local", trained="True", headline="True", seconds="60",
                                               success="0.0")
-    rows = [line | dict(seed="0", return_mean="9.0", headline="False"), line | dict(seed="0", return_mean="1.0"), line | dict(seed="1", return_mean="3.0"),
+    rows = [line | dict(seed="0", return_mean="9.0", headline="False"), line | dict(seed="0", return_mean="1.0"),
+            line | dict(seed="1", return_mean="3.0"),
             line | dict(seed="2", return_mean="7.0", settings="d=8"), line | dict(seed="3", return_mean="7.0", trained="False")]
     text = "\n".join([",".join(lab.COLUMNS)] + [",".join(r[k] for k in lab.COLUMNS) for r in rows])
     (tmp_path / "x.csv").write_text(text)
