@@ -409,7 +409,8 @@ def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that look
     """Gray pictures of {title: (rows, columns) array}: darker is more."""
     fig, at = axes(min(columns, len(maps)), -(-len(maps) // columns))
     for ax, (title, m) in zip(at, maps.items(), strict=False):
-        shown = ax.imshow(plain(m), cmap="Greys", aspect="auto", interpolation="nearest")
+        m = plain(m)
+        shown = ax.imshow(m, cmap="Greys", aspect="auto", interpolation="nearest", vmin=min(0, m.min()))
         ax.set_title(title, fontsize=9)
         ax.set(xlabel=xlabel, ylabel=ylabel)
         ax.locator_params(integer=True, min_n_ticks=1)
