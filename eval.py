@@ -245,17 +245,20 @@ def plot_curve(rows, path):
     fig.savefig(path, dpi=110)
 
 
-def seeds_table(runs):
-    """Text for several seeds' rows: the mean over seeds and its 95 % interval (Student's t). runs: a list of lists of rows of one plan."""
-    n = len(runs)
-    t95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
-           2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04]     # by degrees of freedom, n - 1
+def interval(values, digits=1):
+    """Text: the mean over seeds ± half of its 95 % interval (Student's t); one value alone, and "-" for none, or where one is None."""
+    n = len(values)
+    if n == 0 or None in values:
+        return "-"
+    t95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09, 2.08, 2.07,
+           2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04]     # by degrees of freedom, from 1
+    half = f" ± {(t95[n - 2] if n <= 31 else 1.96) * np.std(values, ddof=1) / math.sqrt(n):.{digits}f}" if n > 1 else ""
+    return f"{np.mean(values):.{digits}f}{half}"
 
-    def cell(values, digits=1):
-        if None in values:
-            return "-"
-        half = (t95[n - 1] if n <= 31 else 1.96) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.nan
-        return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
+
+def seeds_table(runs):
+    """Text for several seeds' rows: the mean over seeds and its 95 % interval. runs: a list of lists of rows of one plan."""
+    n, cell = len(runs), interval
     lines = [f"{n} seeds: mean ± 95 % interval", f"{'start':8s}{'target':>16s}{'return':>16s}{'score':>16s}{'success':>16s}  |target - achieved|"]
     for group in zip(*runs, strict=True):
         target, value, score, success, error = (cell([r[k] for r in group]) for k in ("target", "return_mean", "score", "success", "abs_error"))

@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import PIL.Image
 import torch
 import torch.nn.functional as F
 from IPython.display import Image, Markdown, display
@@ -42,6 +43,7 @@ import data  # noqa: E402 (found once the repository's folder is on the path)
 import eval as player  # noqa: E402
 import settings  # noqa: E402
 import train  # noqa: E402
+from eval import interval  # noqa: E402
 from models import dc, dm, dt, lsdt, radt, starformer  # noqa: E402
 
 SCALES = ("smoke", "local", "paper")
@@ -273,17 +275,6 @@ def show(text):
     display(Markdown(text))
 
 
-def interval(values, digits=1):
-    """'mean ± half of the 95 % interval' over seeds (Student's t); one value alone as it is, none as '-'."""
-    values = [v for v in values if v is not None]
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
-    from scipy.stats import t
-    return f"{np.mean(values):.{digits}f} ± {t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)):.{digits}f}"
-
-
 def source(*things):
     """The code of classes and functions, as it stands in the model's file."""
     show("\n".join(f"```python\n{inspect.getsource(x)}```" for x in things))
@@ -341,7 +332,9 @@ def alignment(runs, paper=None, played=None):
     for (env, label), g in groups.items():
         rank, error, share = zip(*g, strict=True)
         figure = [paper.get(env, paper).get(label, "-")] if paper else []
-        rows.append([env, label, interval([x for x in rank if not math.isnan(x)], 2), interval(error), interval(share), *figure])
+        vary = [x for x in rank if not math.isnan(x)]
+        note = "" if len(vary) == len(rank) else f" ({len(vary)} of {len(rank)} seeds; all returns of the others are equal)"
+        rows.append([env, label, interval(vary, 2) + note, interval(error), interval(share), *figure])
     head = ["set", "variant", "rank correlation", "mean abs. error", "in % of the targets' span", *(["paper, its own data"] if paper else [])]
     show(markdown(head, rows) + "\n\n" + stamp(runs))
 
@@ -387,8 +380,9 @@ def bench(env, updates=None, **given):
 def picture(fig, save=None):
     """Show a figure as a PNG; save: also keep it as docs/<save>.png (scale local), for the README."""
     fig.tight_layout()
-    out = io.BytesIO()
-    fig.savefig(out, dpi=90)
+    whole, out = io.BytesIO(), io.BytesIO()
+    fig.savefig(whole, dpi=90)
+    PIL.Image.open(whole).convert("RGB").quantize(64).save(out, "PNG", optimize=True)       # a third of the bytes
     if save and here.scale == "local":
         (ROOT / "docs" / f"{save}.png").write_bytes(out.getvalue())
     display(Image(out.getvalue()))
