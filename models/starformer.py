@@ -68,7 +68,7 @@ PRESETS = {
         schedule="cosine", eval_episodes=10,
     ),
     "small-frames": dict(   # ours, on top of "small". Without the previous action, which a short training learns to repeat
-        patch=14, n_layer=3, n_head=2, d=96, step_heads=4, step_d=32, context_len=4, use_actions=False, batch_size=64, steps=1200, lr=1.5e-3,
+        patch=14, n_layer=3, n_head=2, d=96, step_heads=4, step_d=32, context_len=2, use_actions=False, batch_size=64, steps=3000, lr=1.5e-3,
         eval_every=0,
     ),
 }
