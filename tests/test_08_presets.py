@@ -136,4 +136,4 @@ def test_dmc_starts_from_starformers_table_5_for_all_six(model):
 @pytest.mark.parametrize("env", ["breakout", "cheetah-run"])
 def test_small_frames_are_of_one_size_for_all_six(model, env):
     cfg, values, _ = settings.settings(dict(model=model, env=env, size="small"))
-    assert (values["d"], values["context_len"], cfg.batch_size) == (96, 4, 64) and cfg.steps * cfg.batch_size * values["context_len"] < 400_000
+    assert (values["d"], values["context_len"], cfg.batch_size) == (96, 2, 64) and cfg.steps * cfg.batch_size * values["context_len"] < 400_000
