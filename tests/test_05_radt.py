@@ -326,7 +326,7 @@ def test_presets_hold_table_4_and_the_seven_targets_of_section_4_2():
 
 def test_every_preset_names_fields_that_exist():
     trainer = {"batch_size", "lr", "weight_decay", "betas", "warmup", "schedule", "clip", "steps", "targets", "rtg_scale", "reward_scale",
-               "eval_episodes", "pct_traj", "decay", "lr_floor", "sample"}
+               "eval_episodes", "eval_every", "pct_traj", "decay", "lr_floor", "sample"}
     fields = {f.name for f in dataclasses.fields(Config)}
     for name, preset in PRESETS.items():
         assert preset.keys() <= fields | trainer, name
