@@ -185,7 +185,7 @@ def side_by_side():
 
 
 def growth():
-    """ms of a whole update, all six models at the papers' widths on hopper: against K at a batch of 8, against the batch at K = 20."""
+    """ms of a whole update, all six models as for halfcheetah-medium (d 128; DM 256): against K at a batch of 8, against the batch at K = 20."""
     from matplotlib.figure import Figure
     fig = Figure(figsize=(9, 3.6))
     axes = fig.subplots(1, 2)
@@ -198,7 +198,7 @@ def growth():
             for x in values:
                 out = io.StringIO()
                 with contextlib.redirect_stdout(out):
-                    train.bench(5, dict(model=model, env="hopper-medium", size="paper", **rest, **{key: x}))
+                    train.bench(5, dict(model=model, env="halfcheetah-medium", size="paper", **rest, **{key: x}))
                 ms.append(json.loads(out.getvalue().splitlines()[-1])["ms_per_step"])
             print(f"{model:12s}", *(f"{y:10.1f}" for y in ms), flush=True)
             ax.loglog(values, ms, linestyle=["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1))][i], marker="osD^v<"[i], markersize=4, label=model)
