@@ -258,17 +258,17 @@ def interval(values, digits=1):
 
 def seeds_table(runs):
     """Text for several seeds' rows: the mean over seeds and its 95 % interval. runs: a list of lists of rows of one plan."""
-    n, cell = len(runs), interval
-    lines = [f"{n} seeds: mean ± 95 % interval", f"{'start':8s}{'target':>16s}{'return':>16s}{'score':>16s}{'success':>16s}  |target - achieved|"]
+    lines = [f"{len(runs)} seeds: mean ± 95 % interval",
+             f"{'start':8s}{'target':>16s}{'return':>16s}{'score':>16s}{'success':>16s}  |target - achieved|"]
     for group in zip(*runs, strict=True):
-        target, value, score, success, error = (cell([r[k] for r in group]) for k in ("target", "return_mean", "score", "success", "abs_error"))
+        target, value, score, success, error = (interval([r[k] for r in group]) for k in ("target", "return_mean", "score", "success", "abs_error"))
         lines.append(f"{group[0]['start']:8s}{target:>16s}{value:>16s}{score:>16s}{success:>16s}{error:>21s}")
     for start in dict.fromkeys(r["start"] for r in runs[0]):
         if len({r["target"] for r in runs[0] if r["start"] == start}) == 1:
             continue
         each = [alignment([r for r in rows if r["start"] == start]) for rows in runs]
-        lines.append(f"{start} start, all targets: rank correlation {cell([a['rank_correlation'] for a in each], 2)}, "
-                     f"mean |target - achieved| {cell([a['abs_error'] for a in each])}")
+        lines.append(f"{start} start, all targets: rank correlation {interval([a['rank_correlation'] for a in each], 2)}, "
+                     f"mean |target - achieved| {interval([a['abs_error'] for a in each])}")
     return "\n".join(lines)
 
 

@@ -487,7 +487,7 @@ def paths(runs, n=20, save=None):
     for ax, r in zip(at, runs, strict=True):
         tapes = [Tape(player.make_env(r.meta["env_spec"])) for _ in range(pick(smoke=2, local=n, paper=n))]
         start = r.rows[0]["start"]
-        targets, options = np.full(len(tapes), r.meta["headline"]), [r.meta["starts"][start]] * len(tapes)
+        targets, options = np.full(len(tapes), r.asked), [r.meta["starts"][start]] * len(tapes)
         out = player.rollout(r.net.eval(), r.meta, tapes, targets, range(len(tapes)), options)
         for tape, good in zip(tapes, out["success"], strict=True):
             track, maze = np.array(tape.track), tape.unwrapped.maze
