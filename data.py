@@ -462,7 +462,7 @@ def load(name, source="auto", data="", goal=True, transitions=500_000):
             out = load_minari(id, env, "local", False, transitions)
             made = collect.recipe(id)
             made = made if isinstance(made, dict) else {}
-            if (made.get("steps"), made.get("version")) != (collect.NAMES[name], collect.VERSION):
+            if (made.get("steps"), made.get("version")) != (collect.NAMES[name], collect.SETS[name].version):
                 print(f"note: the stored {id} was made with steps={made.get('steps')}, not the usual {collect.NAMES[name]:,}, or by another "
                       f"version of collect.py; 'python data.py collect {name}' makes it anew")
         elif source == "minari":

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import UserError, describe, make_env, nearest, observe, run_command, sticky, stop
+from data import HUGE, UserError, describe, make_env, nearest, observe, run_command, sticky, stop
 
 ROWS = 50       # episodes played side by side
 
@@ -344,7 +344,7 @@ def command_line():
     args = parser.parse_args()
     if args.episodes is not None and args.episodes < 1 or not 0 <= args.seed < 2**20:
         raise UserError("--episodes must be at least 1, and --seed from 0 to about a million")
-    if args.targets and not all(abs(t) < 1e30 for t in args.targets):
+    if args.targets and not all(abs(t) < HUGE for t in args.targets):
         raise UserError("--targets must be finite returns")
     if args.video and (Path(args.video).suffix not in (".gif", ".mp4") or not Path(args.video).absolute().parent.is_dir()):
         raise UserError(f"--video {args.video}: a .gif or .mp4 file in a folder that exists")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import data
-from data import UserError, nearest
+from data import HUGE, UserError, nearest, stop
 from eval import pick_device
 
 MODELS = sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))
@@ -100,7 +100,7 @@ def settings(given):
         raise UserError(f"--seed must be from 0 to about a million, not {cfg.seed}")
     if len(cfg.betas) != 2 or not all(0 <= b < 1 for b in cfg.betas) or not 0 <= cfg.weight_decay < math.inf or not 0 <= value["dropout"] < 1:
         raise UserError("--betas takes two numbers from 0 to below 1, --dropout one, and --weight_decay must not be negative")
-    if cfg.targets and not all(abs(x) < 1e30 for x in cfg.targets):
+    if cfg.targets and not all(abs(x) < HUGE for x in cfg.targets):
         raise UserError("--targets must be finite returns")
     if cfg.transitions < 1 or not 0 <= cfg.lr_floor <= 1:
         raise UserError(f"--transitions must be at least 1, and --lr_floor a share from 0 to 1; not {cfg.transitions} and {cfg.lr_floor}")
@@ -162,10 +162,8 @@ def convert(kind, text):
 
 def parse(argv):
     """(options of the command, {field: value}) from the command line; flags are made from the dataclasses' fields."""
-    def error(message):     # one line, and no page of flags above it
-        raise UserError(message)
     model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    model.error = error
+    model.error = stop
     model.add_argument("--model", default=TrainConfig.model)
     name = model.parse_known_args(argv)[0].model
     if name not in MODELS:
@@ -198,7 +196,7 @@ def parse(argv):
             names = dict.fromkeys(["--" + f.name, "--" + f.name.replace("_", "-")])
             group.add_argument(*names, dest=f.name, help=f"default {f.default}", **args)
     flags = [s for a in parser._actions for s in a.option_strings]
-    parser.error = error
+    parser.error = stop
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]

@@ -185,6 +185,10 @@ class NothingToResume(UserError):
     pass
 
 
+class Busy(UserError):
+    pass
+
+
 def run_folder(cfg, resume):
     """The folder of this run: new and empty, or the newest of its name to resume."""
     name = cfg.run or f"{cfg.model}-{cfg.env.replace('minari:', '').replace('/', '-')}-s{cfg.seed}"
@@ -224,7 +228,7 @@ def hold(folder):
                 import fcntl
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as e:
-            raise UserError(f"{folder} is being written by another process; wait for it, stop it, or start another run without --resume") from e
+            raise Busy(f"{folder} is being written by another process; wait for it, stop it, or start another run without --resume") from e
         except OSError:     # a network disk that knows no locks
             pass
         yield folder

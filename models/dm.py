@@ -89,7 +89,7 @@ PRESETS = {
         strategy="prefix", router="sigmoid", router_bias=2.0, residual=True, k_start=0.9,
     ),
     "small-frames": dict(   # ours, on top of "small": as StARformer's
-        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0,
+        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0, sample=False,
     ),
 }
 

@@ -78,7 +78,7 @@ PRESETS = {     # fields of Config, and of train.py's TrainConfig
         warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,        # None: the environment's
     ),
     "small-frames": dict(   # ours, on top of "small": as StARformer's
-        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0,
+        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0, sample=False,
     ),
 }
 

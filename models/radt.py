@@ -90,7 +90,7 @@ PRESETS = {
         eval_episodes=10,
     ),
     "small-frames": dict(   # ours, on top of "small": as StARformer's
-        n_head=2, d=96, context_len=2, batch_size=64, steps=3000, eval_every=0,
+        n_head=2, d=96, context_len=2, batch_size=64, steps=3000, eval_every=0, sample=False,
     ),
 }
 

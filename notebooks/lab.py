@@ -216,9 +216,7 @@ def run(env, seed=0, label="", trained=False, quirk=None, **given):
                     with open(out / f"{name}.txt", "a", encoding="utf-8") as text, contextlib.redirect_stdout(text), quirks(quirk):
                         keep(train.train(resume=(folder / "last.pt").is_file(), out=str(out), run=name, **values))
             return Run(label or name, env, seed, given | ({"quirk": quirk} if quirk else {}), folder, trained)
-        except data.UserError as e:
-            if "another process" not in str(e):
-                raise
+        except train.Busy:
             time.sleep(2)
 
 

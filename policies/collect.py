@@ -27,8 +27,6 @@ import numpy as np
 if not __package__:
     sys.path.append(str(Path(__file__).resolve().parent.parent))  # of a script, only its own folder is on the path
 
-VERSION = 1  # raise it when the same (name, steps, seed) would give other numbers than before
-
 
 @dataclass(frozen=True)
 class Set:
@@ -43,6 +41,7 @@ class Set:
     eval_env: str | None = None  # the environment to evaluate in, where it differs
     eval_task: tuple | None = None
     group: str = ""  # of the id, where it isn't the first word of the name
+    version: int = 1  # raised when the same (name, steps, seed) gives other numbers than before
 
     @property
     def id(self):
@@ -228,6 +227,26 @@ class Player:
         return self.names.index(self.last)
 
 
+class BreakoutPlayer(Player):
+    """Breakout by its rule, but in some of the ball's falls the paddle stands still from the moment it is three quarters down.
+
+    chance: (low, high) of that in a fall. So most steps are the rule's, which a small model can learn, and games still end early.
+    """
+
+    def start(self, env, observation, rng):
+        super().start(env, observation, rng)
+        self.falling = False
+
+    def act(self, observation, rng):
+        now = self.memory()
+        falling = now[101] > 150 and now[101] > self.before[101]
+        if falling and not self.falling:
+            self.still = rng.random() < self.chance
+        self.last = "FIRE" if falling and self.still else self.rule(now, self.before, self.last)
+        self.before, self.falling = now, falling
+        return self.names.index(self.last)
+
+
 def reflect(x, low, high):
     """Where a ball that would get to x without walls gets to between two."""
     x = (x - low) % (2 * (high - low))
@@ -238,13 +257,14 @@ def reflect(x, low, high):
 
 
 def breakout(now, before, last):
-    """Follows the ball, a step ahead; a press moves the paddle by 11 in its own step and by 11 in the next."""
+    """Follows the ball, a step ahead; a press moves the paddle by 11 in its own step and by 11 in the next. It stands still by FIRE, which
+    serves if no ball is in play and else does nothing: who learns from it serves too."""
     x, paddle = now[99], now[72]
     if now[101] == 0:
         return "FIRE"  # no ball is in play
     across = x - before[99] if before[101] and abs(x - before[99]) <= 30 else 0
     aim = x + across - 9 - paddle - {"RIGHT": 11, "LEFT": -11}.get(last, 0)
-    return "NOOP" if abs(aim) <= 8 else "RIGHT" if aim > 0 else "LEFT"
+    return "FIRE" if abs(aim) <= 8 else "RIGHT" if aim > 0 else "LEFT"
 
 
 def glide(paddle, rest, press, frames, odd):
@@ -359,6 +379,24 @@ class Own:
         return self.step(observation)
 
 
+class Galloper:
+    """Runs as the cheetah by swinging each joint at its own phase, whatever it sees; an episode draws how far, and so how fast it runs."""
+
+    # amplitude, phase, mean: the best of 384 random gaits (cross-entropy method), rounded
+    size, phase, shift = np.array([[2.4, 0.3, 0.9, 0.2, 0.7, 2.0], [1.6, 0.3, 1.2, -0.7, -2.0, -0.8], [-0.1, -0.1, -0.4, -0.1, 0.1, 0.2]])
+
+    def options(self, index):
+        return None
+
+    def start(self, env, observation, rng):
+        self.step, self.skill = 0, rng.uniform(0.2, 1)
+
+    def act(self, observation, rng):
+        self.step += 1
+        swing = self.size * np.sin(0.88 * self.step + self.phase) + self.shift  # 3.5 times a second
+        return np.clip(self.skill * swing + 0.1 * rng.standard_normal(6), -1, 1)
+
+
 # ---------------------------------------------------------------- the sets
 
 
@@ -389,12 +427,12 @@ def ant_maze(name, steps, env, eval_task, **rest):
     return made(name, steps, env, ANT, kwargs=ONE_GOAL, eval_task=eval_task, **rest)
 
 
-def atari(game, rule=None, steps=20_000, chance=(0.005, 0.3)):
-    return made(game.lower(), steps, f"ALE/{game}-v5", partial(Player, rule, chance), group="atari")
+def atari(game, rule=None, steps=20_000, chance=(0.005, 0.3), player=Player, **rest):
+    return made(game.lower(), steps, f"ALE/{game}-v5", partial(player, rule, chance), group="atari", **rest)
 
 
-def control(task):
-    return made(task.replace("_", "-"), 5_000, f"dm_control/{task}-v0", Wanderer, group="dmc")
+def control(task, player=Wanderer, **rest):
+    return made(task.replace("_", "-"), 5_000, f"dm_control/{task}-v0", player, group="dmc", **rest)
 
 
 UMAZE, MEDIUM = ((1, 1), (3, 1)), ((1, 1), (6, 6))  # (reset cell, goal cell) to evaluate on
@@ -411,7 +449,7 @@ SETS = (
     | point_maze("pointmaze-umaze", 75_000, "PointMaze_UMaze-v3", arrival=(100, 290))  # of 300 steps
     | point_maze("pointmaze-medium", 120_000, "PointMaze_Medium-v3", arrival=(230, 580))  # of 600
     | point_maze("pointmaze-large", 160_000, "PointMaze_Large-v3", arrival=(400, 770))  # of 800
-    | atari("Breakout", breakout, 40_000, (0.002, 0.15))  # little noise: who learns from it plays with as much
+    | atari("Breakout", breakout, 40_000, (0.15, 0.7), BreakoutPlayer, version=2)
     | atari("Pong", pong, 40_000)
     | atari("Qbert")
     | atari("Seaquest", seaquest)
@@ -420,9 +458,12 @@ SETS = (
     | atari("Assault", assault)
     | atari("Gopher", gopher)
     | atari("Boxing", boxing)
+    | control("cheetah-run", Galloper, version=2)
+    | control("ball_in_cup-catch")
+    | control("finger-spin")
+    | control("reacher-easy")
+    | control("walker-walk")
 )
-for _task in ("cheetah-run", "ball_in_cup-catch", "finger-spin", "reacher-easy", "walker-walk"):
-    SETS |= control(_task)
 SETS |= {f"maze2d-{maze}": SETS[f"pointmaze-{maze}"] for maze in ("umaze", "medium", "large")}  # another name, the same set
 NAMES = {name: entry.steps for name, entry in SETS.items()}  # name -> transitions by default
 
@@ -535,7 +576,7 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     parts = (partial(Own, policy),) if policy else chosen.parts
-    record = {"name": chosen.name, "steps": steps, "seed": seed, "version": VERSION} | ({"policy": "the user's"} if policy else {})
+    record = {"name": chosen.name, "steps": steps, "seed": seed, "version": chosen.version} | ({"policy": "the user's"} if policy else {})
     root = get_dataset_path().resolve()  # minari joins a relative folder to itself
     for old in root.glob(".collecting-*"):  # left by a process that was killed
         if time.time() - old.stat().st_mtime > 86_400:

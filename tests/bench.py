@@ -1,6 +1,7 @@
 """How fast loading, sampling and evaluation are. Not a test: it prints and asserts nothing.
 
     python tests/bench.py             two to three minutes on 2 CPU cores; OMP_NUM_THREADS=1 where others use them too
+    python tests/bench.py ratios      whole training steps of all six against a plain Decision Transformer's, in turn; three minutes
     python tests/bench.py growth      how a training step's cost grows with context and batch: a table, and docs/growth.png
 """
 import contextlib
@@ -16,6 +17,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import settings  # noqa: E402
@@ -58,7 +61,7 @@ def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-class Skilled(torch.nn.Module):
+class Skilled(nn.Module):
     """The model's own forward, and the actions of a stored policy, so that episodes last as they do after training."""
 
     def __init__(self, model, meta, body, level):
@@ -139,7 +142,8 @@ def recorded(f, calls):
 def evaluation(label, model, meta, episodes, repeats):
     """An evaluation against its parts alone: the same forwards on the same histories, the same resets and steps of the environments.
 
-    The three are timed in turn, and the best of each counts: what is left over is what evaluate() adds, colder caches included.
+    The three are timed in turn, and the best of each counts: what is left over is what evaluate() adds, colder caches included. Its own work
+    is what it spends outside of the model and the environments, timed while it runs.
     """
     envs = [make_env(meta["env_spec"]) for _ in range(min(ROWS, episodes))]
     acts, steps, act, plan = [], [], model.act, [("random", 3600.0, episodes)]
@@ -147,13 +151,18 @@ def evaluation(label, model, meta, episodes, repeats):
     def remember(*history, sample, generator):
         acts.append([x.clone() for x in history])
         return act(*history)
-    model.act = remember
-    for env in envs:
-        env.reset, env.step = recorded(env.reset, steps), recorded(env.step, steps)
-    evaluate(model, meta, plan, envs=envs)
-    del model.act
-    for env in envs:
-        del env.reset, env.step
+
+    def watched(wrap, act, what):
+        """what() while wrap stands around every environment's reset and step, and act in the place of the model's."""
+        model.act = act
+        for env in envs:
+            env.reset, env.step = wrap(env.reset), wrap(env.step)
+        out = what()
+        del model.act
+        for env in envs:
+            del env.reset, env.step
+        return out
+    watched(lambda f: recorded(f, steps), remember, lambda: evaluate(model, meta, plan, envs=envs))
 
     def forward():
         for history in acts:
@@ -162,14 +171,28 @@ def evaluation(label, model, meta, episodes, repeats):
     def play():
         for f, args, kwargs in steps:
             f(*args, **kwargs)
+    spent = []
+
+    def clocked(f):
+        def call(*args, **kwargs):
+            seconds, out = timed(lambda: f(*args, **kwargs))
+            spent.append(seconds)
+            return out
+        return call
     parts = forward, play, lambda: evaluate(model, meta, plan, envs=envs)
-    times = np.array([[timed(f)[0] for f in parts] for _ in range(repeats)])
+    times, own = [], []
+    for _ in range(repeats):
+        times.append([timed(f)[0] for f in parts])
+        spent.clear()
+        whole = watched(clocked, clocked(act), lambda: timed(parts[2])[0])
+        own.append(1 - sum(spent) / whole)
+    times = np.array(times)
     forwards, stepping, whole = times.min(0)
     ratios = np.sort(times[:, 2] / times[:, :2].sum(1))
     n = len(steps) - episodes
     print(f"{label}: {episodes} episodes of {n / episodes:.0f} steps in {whole:.2f} s, {n / whole:,.0f} steps/s; forwards alone {forwards:.2f} s, "
           f"environments alone {stepping:.2f} s; ratio {whole / (forwards + stepping):.2f} (of each round, {ratios[0]:.2f} to {ratios[-1]:.2f}), "
-          f"environments {100 * stepping / whole:.0f} %")
+          f"environments {100 * stepping / whole:.0f} %, its own work {100 * np.median(own):.0f} %")
 
 
 def side_by_side():
@@ -182,6 +205,69 @@ def side_by_side():
         single = np.mean([evaluate(model, meta, [("random", 1.0, 1)], seed=s, envs=envs[:1])[0]["length"] for s in range(4)]) * 4
         print(f"{name}: 20 episodes side by side {steps / together:,.0f} steps/s, one by one {single / alone:,.0f} steps/s "
               f"({steps / together / (single / alone):.1f} times as fast)")
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, d, n_head):
+        super().__init__()
+        self.n_head, self.ln1, self.ln2 = n_head, nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d), nn.Dropout(0.1))
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in self.qkv(self.ln1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        x = x + F.dropout(self.proj(y.transpose(1, 2).flatten(2)), 0.1)
+        return x + self.mlp(self.ln2(x))
+
+
+class PlainDT(nn.Module):
+    """A Decision Transformer as it is usually written, with every block at every token."""
+
+    def __init__(self, S, A, d, n_layer, n_head):
+        super().__init__()
+        self.embed, self.time = nn.ModuleList([nn.Linear(1, d), nn.Linear(S, d), nn.Linear(A, d)]), nn.Embedding(1000, d)
+        self.blocks = nn.Sequential(nn.LayerNorm(d), nn.Dropout(0.1), *[PlainBlock(d, n_head) for _ in range(n_layer)], nn.LayerNorm(d))
+        self.head = nn.Linear(d, A)
+
+    def forward(self, rtg, states, actions, timesteps):
+        x = torch.stack([f(x) for f, x in zip(self.embed, (rtg, states, actions), strict=True)], 2) + self.time(timesteps)[:, :, None]
+        return self.head(self.blocks(x.flatten(1, 2))[:, 1::3]).tanh()
+
+
+def plain_step(batch, d, n_layer, n_head):
+    """A whole training step of a PlainDT on one batch that stays the same."""
+    states, actions, rtg, timesteps = (batch[k] for k in ("states", "actions", "rtg", "timesteps"))
+    model = PlainDT(states.shape[-1], actions.shape[-1], d, n_layer, n_head)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
+
+    def step():
+        optimizer.zero_grad()
+        F.mse_loss(model(rtg, states, actions, timesteps), actions).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+    return step
+
+
+def ratios(pairs=15):
+    """Our whole step, batch sampling included, and a plain one of the same batch, context, width and layers without it, one after the other."""
+    g, name, N = np.random.default_rng(0), "halfcheetah-medium", 20_000
+    t = Trajectories(g.standard_normal((N, 17)), g.uniform(-1, 1, (N, 6)), g.random(N), [1000] * 20, max_ep_len=1000)
+    K = {"dc": 8, "lsdt": 10}
+    half = dict(selection="fixed")      # DM's paper counts operations at half of the tokens
+    for model, extra in [*((m, {}) for m in ("dt", "dc", "lsdt", "radt", "starformer")), ("dm", half), ("dt", dict(n_layer=6, n_head=4, d=256))]:
+        given = dict(model=model, env=name, size="paper", device="cpu", batch_size=64, context_len=K.get(model, 20)) | extra
+        cfg, values, origin = settings.settings(given)
+        net, windows, _, _ = train.prepare(cfg, values, origin, t)
+        generator = torch.Generator().manual_seed(0)
+        ours = train.make_step(net.train(), windows, train.make_optimizer(net, cfg, torch.device("cpu")), cfg, generator)
+        plain = plain_step(windows.sample(64, generator), *(values[k] for k in ("d", "n_layer", "n_head")))
+        for f in (ours, plain) * 2:
+            f()
+        times = 1e3 * np.array([(timed(ours)[0], timed(plain)[0]) for _ in range(pairs)])
+        low, middle, high = np.percentile(times[:, 0] / times[:, 1], (25, 50, 75))
+        print(f"{model:10s} 64 x {values['context_len']}, {values['n_layer']} layers, d {values['d']}: {np.median(times[:, 0]):.0f} ms, plain DT "
+              f"{np.median(times[:, 1]):.0f} ms; ratio {middle:.2f} (half of the {pairs} pairs: {low:.2f} to {high:.2f})", flush=True)
 
 
 def growth():
@@ -227,4 +313,4 @@ def main():
 
 
 if __name__ == "__main__":
-    growth() if sys.argv[1:] == ["growth"] else main()
+    {"growth": growth, "ratios": ratios}.get("".join(sys.argv[1:]), main)()

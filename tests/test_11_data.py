@@ -2,6 +2,7 @@
 
     pytest tests/test_11_data.py
 """
+import dataclasses
 import http.server
 import json
 import os
@@ -433,11 +434,17 @@ def test_d4rl_actions_keep_their_bounds_of_one_whatever_the_data_reach(tmp_path)
     assert load_d4rl(write_hdf5(tmp_path / "x.hdf5", actions=x), ENVS["hopper-medium"]).actions.unique().tolist() == [0.5]
 
 
-def test_a_local_set_of_another_size_than_usual_is_pointed_out(tmp_path, monkeypatch, capsys):
+def test_a_local_set_of_another_size_or_version_than_usual_is_pointed_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     data.collect_local("pointmaze-umaze", 1)
     assert len(data.load("pointmaze-umaze", "local")) == 300
     assert "note: the stored local/pointmaze/umaze-v0 was made with" in capsys.readouterr().out
+    monkeypatch.setitem(data.collect.NAMES, "pointmaze-umaze", 1)
+    data.load("pointmaze-umaze", "local")
+    assert "note" not in capsys.readouterr().out
+    monkeypatch.setitem(data.collect.SETS, "pointmaze-umaze", dataclasses.replace(data.collect.SETS["pointmaze-umaze"], version=2))
+    data.load("pointmaze-umaze", "local")
+    assert "another version of collect.py" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("spoil", ["half", "empty folder", "no metadata"])

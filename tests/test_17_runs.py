@@ -42,7 +42,7 @@ def test_one_process_writes_to_a_run_folder_and_its_lock_dies_with_it(tmp_path):
                                "    print('held', flush=True)\n    sys.stdin.read()"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="dt-arrays-s0 is being written by another process") as e:
+        with pytest.raises(T.Busy, match="dt-arrays-s0 is being written by another process") as e:
             T.train(toy(), resume=True, **given)
         assert {p.name: p.read_bytes() for p in run.iterdir()} == before and len(str(e.value).splitlines()) == 1
     finally:
