@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from envs import D4RL_URL, ENVS, HUGE, SIDE, Env, UserError, describe, flat, get_env, make_env, nearest, observe, short, sticky  # noqa: F401 (part of this module's face)
+from envs import D4RL_URL, ENVS, HUGE, SIDE, Env, UserError, describe, flat, get_env, make_env, nearest, observe, short, stepper, sticky  # noqa: F401 (part of this module's face)
 from frames import gray, load_replay
 from policies import collect
 
@@ -462,9 +462,10 @@ def load(name, source="auto", data="", goal=True, transitions=500_000):
             out = load_minari(id, env, "local", False, transitions)
             made = collect.recipe(id)
             made = made if isinstance(made, dict) else {}
-            if (made.get("steps"), made.get("version")) != (collect.NAMES[name], collect.SETS[name].version):
-                print(f"note: the stored {id} was made with steps={made.get('steps')}, not the usual {collect.NAMES[name]:,}, or by another "
-                      f"version of collect.py; 'python data.py collect {name}' makes it anew")
+            usual = {"steps": collect.NAMES[name], "version": collect.SETS[name].version}
+            if not made.get("policy") and any(made.get(k) != v for k, v in usual.items()):
+                print(f"note: the stored {id} was made with steps={made.get('steps')} by version {made.get('version')} of its player; usual are "
+                      f"{usual['steps']} and {usual['version']}; 'python data.py collect {name}' makes it anew")
         elif source == "minari":
             if not env.minari:
                 raise UserError(f"Minari publishes no {name}; use --source d4rl")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import HUGE, UserError, describe, make_env, nearest, observe, run_command, sticky, stop
+from data import HUGE, UserError, describe, make_env, nearest, observe, run_command, stepper, sticky, stop
 
 ROWS = 50       # episodes played side by side
 
@@ -53,7 +53,7 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
     if not discrete:
         low, high = meta["action_low"].cpu().numpy(), meta["action_high"].cpu().numpy()
     returns, achieved, lengths, success = np.zeros(n), np.zeros(n), np.zeros(n, int), np.full(n, np.nan)
-    alive, playing = np.arange(n), list(envs)
+    alive, playing, step = np.arange(n), list(envs), stepper(envs)
     observations = [env.reset(seed=int(s), options=o)[0] for env, s, o in zip(envs, seeds, options or [None] * n, strict=True)]
     for t in range(limit):
         at += 1
@@ -90,7 +90,7 @@ def rollout(model, meta, envs, targets, seeds, options=None, sample=False, gener
             if not np.isfinite(a).all():
                 raise UserError("the model's action is NaN: training has diverged (a smaller --lr may help)")
             a = np.clip(low + (a + 1) * 0.5 * (high - low), low, high).astype(np.float32)       # clip: rounding may step over a bound
-        observations, r, terminated, truncated, infos = zip(*[env.step(u) for env, u in zip(playing, a, strict=True)], strict=True)
+        observations, r, terminated, truncated, infos = step(playing, a)
         r = np.array(r, float)
         counted = r.clip(-1, 1) if clip else r
         returns[alive] += r

@@ -68,7 +68,7 @@ PRESETS = {
         schedule="cosine", eval_episodes=10,
     ),
     "small-frames": dict(   # ours, on top of "small". Without the previous action, which a short training learns to repeat. The likeliest action:
-        # one drawn press in ten would be wrong, and throw a paddle off
+        # a drawn press is wrong now and then, and throws a paddle off
         patch=14, n_layer=3, n_head=2, d=96, step_heads=4, step_d=32, context_len=2, use_actions=False, batch_size=64, steps=3000, lr=1.5e-3,
         eval_every=0, sample=False,
     ),

@@ -181,7 +181,7 @@ class Run:
 
 def published(env):
     """The source of a set at scale paper. The papers' own files; but of mazes, whose D4RL coordinates no environment here has, and of kitchen,
-    Minari's. Nobody publishes frames of DMC: there, an agent's of your own under the set's name, or random play."""
+    Minari's. Nobody publishes frames of DMC: there, an agent's of your own under the set's name, or the stand-in set."""
     fact = data.ENVS[env]
     if fact.family in ("maze2d", "antmaze") or not (fact.d4rl or fact.stack):
         return "minari"
@@ -201,7 +201,8 @@ def run(env, seed=0, label="", trained=False, quirk=None, **given):
         fixed = ("d", "steps", "batch_size", "warmup", "targets", "eval_episodes", "eval_every")
     values = base | {k: v for k, v in given.items() if k not in fixed} | {"env": env, "seed": seed}
     cfg, model, _ = settings.settings(values)       # with the presets' values: a changed preset makes another run
-    key = json.dumps([vars(cfg), model, quirk], sort_keys=True)
+    version = data.collect.SETS[env].version if cfg.source == "local" and data.local_id(env) else 1
+    key = json.dumps([vars(cfg), model, quirk, *([version] if version > 1 else [])], sort_keys=True)
     name = f"{cfg.model}-{env}-{hashlib.sha1(key.encode()).hexdigest()[:8]}-s{seed}"
     out = ROOT / "runs" / "notebooks" / here.scale
     out.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ A learner trusts a result as far as the data under it: these tests say what the 
 pytest tests/test_10_collect.py
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -279,16 +280,19 @@ def test_the_less_noise_the_better_the_player(name, poor, good, monkeypatch):
     env, rule = c.make(c.SETS[name].env), getattr(c, name)
 
     def score(chance):
-        return c.play(env, c.Player(rule, (chance, chance)), 0, np.random.default_rng(1)).rewards.sum()
+        player = c.SETS[name].parts[0].func     # the class
+        return c.play(env, player(rule, (chance, chance)), 0, np.random.default_rng(1)).rewards.sum()
 
     assert score(1.0) < poor and score(1e-9) > good
 
 
 def test_returns_of_breakout_spread_within_a_set():
-    """Skill is drawn for each episode."""
+    """Skill is drawn for each episode. The player never rests by NOOP: who learns from it would seldom serve."""
     pytest.importorskip("ale_py")
-    got = returns(load("breakout", 3000))
-    assert got.min() < 10 and got.max() > 40
+    episodes = load("breakout", 3000)
+    got = returns(episodes)
+    assert got.min() < 10 and got.max() > 40 and not any(0 in e.actions for e in episodes)
+    assert c.recipe("local/atari/breakout-v0")["version"] == 2
 
 
 def test_breakouts_player_stands_still_only_while_the_ball_falls_low_and_else_keeps_its_rule(monkeypatch):
@@ -303,12 +307,29 @@ def test_breakouts_player_stands_still_only_while_the_ball_falls_low_and_else_ke
             seen.append((now[101] > 150 and now[101] > before[101], self.last, c.breakout(now, before, last)))
             return action
 
-    for chance in (1.0, 1e-9):
+    for chance in (1.0, 1e-9, 0.5):
         seen.clear()
         c.play(env, Watched(c.breakout, (chance, chance)), 0, np.random.default_rng(1))
-        low = [(did, rule) for falling, did, rule in seen if falling]
-        assert all(did == rule for falling, did, rule in seen if not falling) and len(low) > 10
-        assert all(did == ("FIRE" if chance == 1 else rule) for did, rule in low) and any(rule != "FIRE" for _, rule in low)
+        assert all(did == rule for falling, did, rule in seen if not falling)
+        falls = [list(steps) for falling, steps in itertools.groupby(seen, lambda step: step[0]) if falling]
+        still = [all(did == "FIRE" for _, did, _ in fall) for fall in falls if any(rule != "FIRE" for *_, rule in fall)]
+        by_rule = [all(did == rule for _, did, rule in fall) for fall in falls]
+        assert len(still) > 3
+        assert {1.0: all(still), 1e-9: all(by_rule), 0.5: 0 < sum(still) < len(still)}[chance]
+        assert all(kept or all(did == "FIRE" for _, did, _ in fall) for fall, kept in zip(falls, by_rule, strict=True)), "decided once a fall"
+
+
+def test_the_cheetahs_gait_repeats_itself_and_swings_as_far_as_its_skill():
+    assert c.SETS["cheetah-run"].parts == (c.Galloper,) and c.SETS["cheetah-run"].version == 2
+    player, rng, env = c.Galloper(), np.random.default_rng(0), None
+    player.start(env, None, rng)
+    assert 0.2 <= player.skill <= 1
+    player.skill = 0.4      # little enough that no joint is stopped at its bound
+    actions = np.array([player.act(None, rng) for _ in range(5000)])
+    time = 0.88 * np.arange(1, 5001)[:, None]
+    for wave, expected in ((np.sin(time + player.phase), player.size), (1, 2 * player.shift)):      # 2 mean(a sin) is a's amplitude
+        assert np.allclose(2 * (actions * wave).mean(0), 0.4 * expected, atol=0.02)
+    assert np.abs(actions).max() <= 1
 
 
 def test_a_players_random_stretches_last_as_long_as_drawn():

@@ -444,7 +444,7 @@ def test_a_local_set_of_another_size_or_version_than_usual_is_pointed_out(tmp_pa
     assert "note" not in capsys.readouterr().out
     monkeypatch.setitem(data.collect.SETS, "pointmaze-umaze", dataclasses.replace(data.collect.SETS["pointmaze-umaze"], version=2))
     data.load("pointmaze-umaze", "local")
-    assert "another version of collect.py" in " ".join(capsys.readouterr().out.split())
+    assert "by version 1 of its player; usual are 1 and 2" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("spoil", ["half", "empty folder", "no metadata"])

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import eval as E
-from data import UserError, observe
+from data import UserError, make_env, observe, stepper
+from envs import step_bodies
 from eval import alignment, batched, evaluate, normalised, rank_correlation, rollout, table
 
 
@@ -300,3 +301,67 @@ def test_seeds_are_summed_up_by_mean_and_students_interval():
         return [dict(start="far", target=1.0, return_mean=x, score=None, success=None, abs_error=x, episodes=1, returns=[x], achieved=[x])]
     text = E.seeds_table([rows(1.0), rows(2.0), rows(3.0)])
     assert "2.0 ± 2.5" in text and f"{4.30 / math.sqrt(3):.1f}" == "2.5"
+
+
+# ------------------------------------------------------------------ gymnasium's bodies, stepped together
+
+BODIES = [("Hopper-v5", {}), ("Hopper-v5", dict(exclude_current_positions_from_observation=False, ctrl_cost_weight=0.3, forward_reward_weight=2.0,
+                                                healthy_reward=0.5, terminate_when_unhealthy=False)),
+          ("Walker2d-v5", {}), ("Walker2d-v5", dict(xml_file="walker2d.xml", exclude_current_positions_from_observation=False)),
+          ("HalfCheetah-v5", {}), ("HalfCheetah-v5", dict(exclude_current_positions_from_observation=False, ctrl_cost_weight=0.7)),
+          ("Ant-v5", {}), ("Ant-v5", dict(include_cfrc_ext_in_observation=False, contact_cost_weight=0.01, main_body=3))]
+
+
+@pytest.mark.parametrize("id, kwargs", BODIES)
+def test_bodies_stepped_together_move_and_score_bit_for_bit_as_one_by_one(id, kwargs):
+    pytest.importorskip("mujoco")
+    together, alone = ([make_env({"id": id, "kwargs": kwargs}) for _ in range(5)] for _ in range(2))
+    step, g, ends = stepper(together), np.random.default_rng(0), 0
+    assert step is step_bodies
+    for pair in zip(together, alone, strict=True):
+        assert len({env.reset(seed=0)[0].tobytes() for env in pair}) == 1
+    for t in range(200):
+        rows = np.flatnonzero(g.random(5) < 0.8)        # not all play on
+        if not len(rows):
+            continue
+        actions = g.uniform(-1, 1, (len(rows), alone[0].action_space.shape[0])).astype(np.float32)
+        got = step([together[i] for i in rows], actions)
+        for i, u, (observation, reward, terminated, truncated, info) in zip(rows, actions, zip(*got, strict=True), strict=True):
+            expected = alone[i].step(u)
+            assert np.array_equal(observation, expected[0]) and (reward, terminated) == expected[1:3] and not truncated and info == {}
+            if terminated:
+                ends += 1
+                for env in (together[i], alone[i]):
+                    env.reset(seed=t)
+    assert ends > 5 or "HalfCheetah" in id or kwargs.get("terminate_when_unhealthy") is False
+
+
+def test_only_unaltered_bodies_are_stepped_together():
+    pytest.importorskip("mujoco")
+    hoppers = [make_env({"id": "Hopper-v5", "kwargs": {}}) for _ in range(2)]
+    walker, heavy = make_env({"id": "Walker2d-v5", "kwargs": {}}), make_env({"id": "Hopper-v5", "kwargs": {"ctrl_cost_weight": 9.0}})
+    wrapped = gymnasium.wrappers.ClipReward(hoppers[1], -1, 1)
+
+    class Mine(type(hoppers[0].unwrapped)):
+        pass
+    assert stepper(hoppers) is step_bodies
+    for others in ([hoppers[0], walker], [hoppers[0], heavy], [hoppers[0], wrapped], [Mine()], [Counter()], [Counter(), hoppers[0]]):
+        assert stepper(others) is not step_bodies
+    hoppers[0].step = hoppers[0].step       # as someone does who watches it
+    assert stepper(hoppers) is not step_bodies
+
+
+def test_an_evaluation_is_the_same_with_bodies_stepped_one_by_one(monkeypatch):
+    """Of Hopper: episodes that end by a fall, and some at the time limit."""
+    pytest.importorskip("mujoco")
+    spec = {"id": "Hopper-v5", "kwargs": {"max_episode_steps": 20}}
+    meta = META | dict(state_mean=torch.zeros(11), state_std=torch.ones(11), act_dim=3, action_low=-torch.ones(3), action_high=torch.ones(3),
+                       max_ep_len=1000, env_spec=spec)
+
+    def outcome():
+        envs = [make_env(spec) for _ in range(4)]
+        return rollout(Recorder(rule=lambda states: (900 * states[:, -1, :3]).sin()), meta, envs, np.full(4, 100.0), [3, 4, 5, 6])
+    fast = outcome()
+    monkeypatch.setattr(E, "stepper", lambda envs: stepper([Counter()]))     # gives the way of other environments
+    slow = outcome()
+    assert all(np.array_equal(fast[k], slow[k], equal_nan=True) for k in fast) and min(fast["length"]) < 20 == max(fast["length"]), fast
