@@ -164,7 +164,7 @@ def stepper(envs):
     It calls step() of one after the other. Where all are one of gymnasium's four bodies that D4RL runs, a third of hopper's time there is
     Python: those are stepped together, to the same numbers bit for bit. Their infos are empty then, and whoever counts steps ends the episode.
     """
-    if not any(altered(env) for env in envs) and len({(type(env.unwrapped), str(env.spec and env.spec.kwargs)) for env in envs}) == 1:
+    if not any(altered(env) for env in envs) and len({(env.spec.id, env.spec.max_episode_steps, str(env.spec.kwargs)) for env in envs}) == 1:
         return step_bodies
     return lambda envs, actions: zip(*[env.step(a) for env, a in zip(envs, actions, strict=True)], strict=True)
 
@@ -174,6 +174,8 @@ BODIES = [f"gymnasium.envs.mujoco.{name}_v5" for name in ("hopper", "walker2d", 
 
 def altered(env):
     """Whether this is anything but one of BODIES with what gymnasium.make puts around it."""
+    if env.spec is None:        # not made by gymnasium.make
+        return True
     while env is not env.unwrapped:
         if type(env).__name__ not in ("TimeLimit", "OrderEnforcing", "PassiveEnvChecker") or "step" in vars(env):
             return True

@@ -382,7 +382,7 @@ class Own:
 class Galloper:
     """Runs as the cheetah by swinging each joint at its own phase, whatever it sees; an episode draws how far, and so how fast it runs."""
 
-    # amplitude, phase, mean: the best of 384 random gaits , each round near the best of the last, rounded
+    # amplitude, phase, mean: the best of 384 gaits drawn in rounds, each near the best of the round before; rounded
     size, phase, shift = np.array([[2.4, 0.3, 0.9, 0.2, 0.7, 2.0], [1.6, 0.3, 1.2, -0.7, -2.0, -0.8], [-0.1, -0.1, -0.4, -0.1, 0.1, 0.2]])
 
     def options(self, index):

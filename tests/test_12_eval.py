@@ -340,12 +340,13 @@ def test_only_unaltered_bodies_are_stepped_together():
     pytest.importorskip("mujoco")
     hoppers = [make_env({"id": "Hopper-v5", "kwargs": {}}) for _ in range(2)]
     walker, heavy = make_env({"id": "Walker2d-v5", "kwargs": {}}), make_env({"id": "Hopper-v5", "kwargs": {"ctrl_cost_weight": 9.0}})
+    bare, brief = type(walker.unwrapped)(), make_env({"id": "Hopper-v5", "kwargs": {"max_episode_steps": 3}})
     wrapped = gymnasium.wrappers.ClipReward(hoppers[1], -1, 1)
 
     class Mine(type(hoppers[0].unwrapped)):
         pass
     assert stepper(hoppers) is step_bodies
-    for others in ([hoppers[0], walker], [hoppers[0], heavy], [hoppers[0], wrapped], [Mine()], [Counter()], [Counter(), hoppers[0]]):
+    for others in ([hoppers[0], walker], [hoppers[0], heavy], [hoppers[0], brief], [bare], [hoppers[0], wrapped], [Mine()], [Counter()], [Counter(), hoppers[0]]):
         assert stepper(others) is not step_bodies
     hoppers[0].step = hoppers[0].step       # as someone does who watches it
     assert stepper(hoppers) is not step_bodies
