@@ -346,7 +346,8 @@ def test_only_unaltered_bodies_are_stepped_together():
     class Mine(type(hoppers[0].unwrapped)):
         pass
     assert stepper(hoppers) is step_bodies
-    for others in ([hoppers[0], walker], [hoppers[0], heavy], [hoppers[0], brief], [bare], [hoppers[0], wrapped], [Mine()], [Counter()], [Counter(), hoppers[0]]):
+    mixed = [[hoppers[0], other] for other in (walker, heavy, brief, wrapped)]
+    for others in (*mixed, [bare], [Mine()], [Counter()], [Counter(), hoppers[0]]):
         assert stepper(others) is not step_bodies
     hoppers[0].step = hoppers[0].step       # as someone does who watches it
     assert stepper(hoppers) is not step_bodies
