@@ -212,9 +212,8 @@ def step_bodies(envs, actions):
                 healthy &= ((least < state[:, 2:]) & (state[:, 2:] < most)).all(1)
             v = np.clip(v, -10, 10)
         reward = reward + healthy * one._healthy_reward
-    skipped = (2 if kind == "ant_v5" else 1) * one._exclude_current_positions_from_observation
-    parts = [q[:, skipped:], v]
-    if kind == "ant_v5" and one._include_cfrc_ext_in_observation:
+    parts = [q[:, one.observation_structure["skipped_qpos"]:], v]
+    if one.observation_structure.get("cfrc_ext"):
         parts.append(force[:, 1:].reshape(len(bodies), -1))
     done = ~healthy & getattr(one, "_terminate_when_unhealthy", False)
     return np.concatenate(parts, 1), reward - cost, done, np.zeros(len(bodies), bool), [{}] * len(bodies)

@@ -217,14 +217,18 @@ class Player:
 
     def act(self, observation, rng):
         now = self.memory()
+        self.last = self.press(now, rng)
+        self.before = now
+        return self.names.index(self.last)
+
+    def press(self, now, rng):
+        """The name of the next action."""
         if self.left == 0 and rng.random() < self.chance:
             self.left, self.held = rng.integers(1, self.most, endpoint=True), self.names[rng.integers(len(self.names))]
         if self.left:
-            self.left, self.last = self.left - 1, self.held
-        else:
-            self.last = self.rule(now, self.before, self.last)
-        self.before = now
-        return self.names.index(self.last)
+            self.left -= 1
+            return self.held
+        return self.rule(now, self.before, self.last)
 
 
 class BreakoutPlayer(Player):
@@ -237,14 +241,12 @@ class BreakoutPlayer(Player):
         super().start(env, observation, rng)
         self.falling = False
 
-    def act(self, observation, rng):
-        now = self.memory()
+    def press(self, now, rng):
         falling = now[101] > 150 and now[101] > self.before[101]
         if falling and not self.falling:
             self.still = rng.random() < self.chance
-        self.last = "FIRE" if falling and self.still else self.rule(now, self.before, self.last)
-        self.before, self.falling = now, falling
-        return self.names.index(self.last)
+        self.falling = falling
+        return "FIRE" if falling and self.still else self.rule(now, self.before, self.last)
 
 
 def reflect(x, low, high):
