@@ -3,218 +3,316 @@
     python eval.py runs/dt-pointmaze-umaze-s0                    the table of the run's own targets
     python eval.py runs/... --targets 1800 3600 --episodes 20    other targets (raw returns)
     python eval.py runs/... --video out.gif                      one episode of the headline target as a film
-    python eval.py runs/... --zero rtg                           what the model does without its target (DC paper, Fig. 5)
+    python eval.py runs/... --zero rtg                           without its target (DC paper, Fig. 5)
 
 A run's folder is all that is needed: normalisation, bounds, goal and environment are in its checkpoint.
 """
-import argparse
-import importlib
+import errors  # noqa: F401, I001 (first: Ctrl-C is quiet while the libraries load)
 import json
 import math
-import pickle
-import struct
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from data import HUGE, UserError, describe, make_env, nearest, observe, run_command, stepper, sticky, stop
+from envs import CLIP, describe, make, observe, sticky
+from errors import Parser, UserError, nearest, run_command, short
+from settings import check_range, model_module, pick_device
 
-ROWS = 50       # episodes played side by side
+ROWS = 50               # episodes played side by side
+LONGEST = 10_000        # an environment that declares no step limit may play at least so many steps
 
+
+# ------------------------------------------------------------------- playing
 
 def batched(observations):
-    """n observations, arrays or dicts of them, as one with a leading axis n."""
+    """n observations, arrays or dicts or tuples of them, as one with a leading axis n."""
     first = observations[0]
-    return {k: batched([o[k] for o in observations]) for k in first} if isinstance(first, dict) else np.array(observations)
+    if isinstance(first, dict):
+        return {key: batched([o[key] for o in observations]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(map(batched, zip(*observations, strict=True)))
+    return np.array(observations)
+
+
+def check_finite(x, what):
+    if not np.isfinite(x).all():
+        raise UserError(f"the environment gave NaN or infinity as {what}")
 
 
 @torch.no_grad()
-def rollout(model, meta, envs, targets, seeds, options=None, sample=False, generator=None, zero=(), on_step=None):
-    """Play one episode in each environment, one batched act a step; a finished episode drops out of the batch.
+def rollout(
+    model,
+    meta,               # what acting needs besides the weights: a checkpoint's "meta"
+    envs,               # n gymnasium environments
+    targets,            # (n,) returns asked for
+    seeds,              # (n,) of the environments' resets
+    options=None,       # n reset options
+    sample=False,       # draw discrete actions instead of taking the likeliest
+    generator=None,
+    zero=(),            # rtg, states (the past ones), actions: what the model sees zeros instead of
+    on_step=None,       # called with the step's number after each step
+):
+    """Play one episode in each environment, one batched act a step. A finished episode leaves the batch.
 
-    envs: n gymnasium environments; targets (n,): returns asked for; seeds (n,): of the environments' resets; options: n reset options.
-    zero: names out of rtg, states, actions to blank in the model's normalised input (states: the past ones).
-    Returns {"return", "achieved", "length", "success"}, each (n,): achieved is the return in the targets' unit, with rewards cut to [-1, 1]
-    where those of the data were; success is NaN where the environment does not report it.
+    Returns {"return", "achieved", "length", "success"}, each (n,). achieved is the return in the targets'
+    unit, with rewards cut to [-1, 1] where those of the data were; success is NaN where nobody reports it.
     """
-    n, K, device = len(envs), model.cfg.context_len, next(model.parameters()).device
-    discrete, stack, clip = meta["n_actions"] is not None, meta["layout"].get("stack", 0), meta.get("clip_rewards")
-    limit = (envs[0].spec and envs[0].spec.max_episode_steps) or meta["max_ep_len"]
-    span, at = min(limit, 4 * K), -1        # a stretch of history is kept; when it is full, its last K - 1 steps move to the front
-    if stack:
-        states, memory = torch.zeros(n, span, *meta["state_shape"], dtype=torch.uint8, device=device), None if "states" in zero else {}
-    else:
-        mean, std = meta["state_mean"].cpu().numpy(), meta["state_std"].cpu().numpy()
-        states, memory = torch.zeros(n, span, len(mean), device=device), None
-    actions = (torch.zeros(n, span, dtype=torch.int64, device=device) if discrete else torch.zeros(n, span, meta["act_dim"], device=device))
-    rewards, rtg = torch.zeros(n, span, 1, device=device), torch.zeros(n, span, 1, device=device)
-    timesteps = torch.arange(limit, device=device).clamp(max=meta["max_ep_len"] - 1)
-    if not discrete:
-        low, high = meta["action_low"].cpu().numpy(), meta["action_high"].cpu().numpy()
-    returns, achieved, lengths, success = np.zeros(n), np.zeros(n), np.zeros(n, int), np.full(n, np.nan)
-    alive, playing, step = np.arange(n), list(envs), stepper(envs)
-    observations = [env.reset(seed=int(s), options=o)[0] for env, s, o in zip(envs, seeds, options or [None] * n, strict=True)]
-    for t in range(limit):
-        at += 1
-        if at == span:
-            at = K - 1
-            for h in (states, actions, rewards, rtg):
-                h[:, :at] = h[:, span - at:].clone()
-        x, goal = observe(batched(observations), meta["layout"])
+    n, device = len(envs), next(model.parameters()).device
+    targets = np.asarray(targets, float)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError("the model's weights hold NaN or infinity: training has diverged")
+    if np.abs(targets).max() > 1e9 * meta["rtg_scale"]:
+        raise UserError(f"a target return of {np.abs(targets).max():g} is too far from those of the data")
+    stack = meta["layout"]["stack"]
+    mean, std, low, high = (
+        None if meta[key] is None else meta[key].cpu().numpy()
+        for key in ("state_mean", "state_std", "action_low", "action_high"))
+    no_action = torch.zeros(n, dtype=torch.int64) if low is None else torch.zeros(n, len(low))
+    limit = envs[0].spec and envs[0].spec.max_episode_steps
+    longest = limit or max(LONGEST, meta["max_ep_len"])
+    result = {key: np.zeros(n) for key in ("return", "achieved", "length")} | {"success": np.full(n, np.nan)}
+    resets = zip(envs, seeds, options or [None] * n, strict=True)
+    observations = [env.reset(seed=int(seed), options=option)[0] for env, seed, option in resets]
+    rows, playing, history = np.arange(n), list(envs), {}       # what still plays, and its last K steps
+    for t in range(longest):
+        state, goal = observe(batched(observations), meta["layout"])
         if stack:
+            past = torch.zeros(n, stack - 1, *state.shape[1:], dtype=torch.uint8)
             if t:
-                states[:, at, :-1] = states[:, at - 1, 1:]      # -1 for K = 1 alone, whose step before is the stretch's last
-            states[:, at, -1] = torch.from_numpy(x)
+                past = history["states"][:, -1, 1:].cpu()
+            state = torch.cat([past, torch.from_numpy(state)[:, None]], 1)
         else:
-            x = np.concatenate([x, goal], 1) if meta["goal"] else x
-            if t == 0 and x.shape[1] != len(mean):
-                raise UserError(f"the environment gives {x.shape[1]} state numbers, but the data ({meta['dataset']}) have {len(mean)}")
-            states[:, at] = torch.from_numpy((x - mean) / std)
-        if "rtg" not in zero:
-            rtg[:, at, 0] = torch.from_numpy((targets[alive] - achieved[alive]) / meta["rtg_scale"])
-        window = slice(max(0, at + 1 - K), at + 1)
-        # views while all rows play, then copies: matrix products may round a lone row by its address in memory
-        history = [h[:, window] if len(alive) == n else h[:, window].clone() for h in (states, actions, rewards, rtg)]
+            if meta["goal"]:
+                state = np.concatenate([state, goal], 1)
+            check_finite(state, f"an observation at step {t}")
+            state = torch.from_numpy(((state - mean) / std).clip(-CLIP, CLIP))
+        rtg = (targets[rows] - result["achieved"][rows]) / meta["rtg_scale"]
+        step = dict(
+            states=state,
+            actions=no_action[:len(rows)].clone(),
+            rewards=torch.zeros(len(rows), 1),
+            rtg=torch.from_numpy(rtg).float()[:, None] * ("rtg" not in zero),
+            timesteps=torch.full((len(rows),), min(t, meta["max_ep_len"] - 1)),
+        )
+        step = {key: x.to(device)[:, None] for key, x in step.items()}
+        if t:
+            K = model.cfg.context_len
+            step = {key: torch.cat([history[key], x], 1)[:, -K:] for key, x in step.items()}
+        history = step
+        seen = dict(history)
         if "states" in zero:
-            history[0] = torch.cat([torch.zeros_like(history[0][:, :-1]), history[0][:, -1:]], 1)
+            seen["states"] = history["states"].clone()
+            seen["states"][:, :-1] = 0
         if "actions" in zero:
-            history[1] = torch.zeros_like(history[1])
-        history.append(timesteps[t + 1 - history[0].shape[1]: t + 1].expand(len(alive), -1))
-        a = model.act(*history, sample=sample, generator=generator, **({} if memory is None else {"memory": memory}))
-        actions[:, at] = a
-        a = a.cpu().numpy()
-        if discrete:
-            a = (a + meta["action_start"]).tolist()
+            seen["actions"] = torch.zeros_like(history["actions"])
+
+        action = model.act(**seen, sample=sample, generator=generator)
+        history["actions"][:, -1] = action
+        action = action.cpu().numpy()
+        if low is None:
+            action = (action + meta["action_start"]).tolist()
         else:
-            if not np.isfinite(a).all():
-                raise UserError("the model's action is NaN: training has diverged (a smaller --lr may help)")
-            a = np.clip(low + (a + 1) * 0.5 * (high - low), low, high).astype(np.float32)       # clip: rounding may step over a bound
-        observations, r, terminated, truncated, infos = step(playing, a)
-        r = np.array(r, float)
-        counted = r.clip(-1, 1) if clip else r
-        returns[alive] += r
-        achieved[alive] += counted
-        lengths[alive] += 1
-        success[alive] = np.fmax(success[alive], [float(info.get("success", np.nan)) for info in infos])        # NaN gives way to a number
-        rewards[:, at, 0] = torch.from_numpy(counted.astype(np.float32) / meta["reward_scale"])
+            if not np.isfinite(action).all():
+                raise UserError(f"the model's action is no number at step {t}")
+            action = low + (action + 1) * 0.5 * (high - low)
+            action = np.clip(action, low, high).astype(np.float32)      # rounding may step over a bound
+        steps = [env.step(a) for env, a in zip(playing, action, strict=True)]
+        observations, reward, terminated, truncated, infos = zip(*steps, strict=True)
+
+        reward = np.array(reward, float)
+        check_finite(reward, f"a reward at step {t}")
+        counted = reward.clip(-1, 1) if meta["clip_rewards"] else reward
+        history["rewards"][:, -1, 0] = torch.from_numpy(counted / meta["reward_scale"])
+        result["return"][rows] += reward
+        result["achieved"][rows] += counted
+        result["length"][rows] += 1
+        told = [np.ravel(info.get("success", info.get("is_success", np.nan)))[0] for info in infos]
+        result["success"][rows] = np.fmax(result["success"][rows], np.array(told, float))   # NaN gives way
         if on_step:
             on_step(t)
         keep = np.flatnonzero(~(np.array(terminated, bool) | np.array(truncated, bool)))
-        if not len(keep):
+        if len(keep) < len(rows):
+            rows = rows[keep]
+            playing, observations = ([x[i] for i in keep] for x in (playing, observations))
+            history = {key: x[torch.from_numpy(keep).to(device)] for key, x in history.items()}
+        if not len(rows):
             break
-        if len(keep) < len(alive):      # the rows that play on move up, once, and no step has to pick them out again
-            alive, playing, observations = alive[keep], [playing[j] for j in keep], [observations[j] for j in keep]
-            rows = torch.as_tensor(keep, device=device)
-            memory = memory and {k: v[rows] for k, v in memory.items()}
-            for h in (states, actions, rewards, rtg):
-                h[: len(keep), window] = h[rows, window]
-            states, actions, rewards, rtg = (h[: len(keep)] for h in (states, actions, rewards, rtg))
-    return {"return": returns, "achieved": achieved, "length": lengths, "success": success}
+    if len(rows) and not limit:
+        print(f"note: {len(rows)} episodes had no end and were cut after {longest:,} steps")
+    return result
+
+
+def check_environment(env, meta):
+    """Raise UserError where an environment's observations or actions are not those of the data."""
+    place = f"{meta['dataset']} does not fit its environment {env.spec.id if env.spec else env}"
+    try:
+        state, goal = observe(env.reset(seed=0)[0], meta["layout"])
+    except (KeyError, ValueError, TypeError, IndexError, UserError) as error:
+        raise UserError(f"{place}: the observation has another layout ({short(error)})") from error
+    goal_dim, space = meta["goal_dim"], env.action_space
+    first, *frame = meta["state_shape"]
+    states = frame if meta["layout"]["stack"] else [first - (goal_dim or 0)]
+    actions = f"{meta['act_dim']} {'choices' if meta['n_actions'] else 'numbers'}"
+    given = f"{space.n} choices" if hasattr(space, "n") else str(space)
+    if len(space.shape or ()) == 1 and not hasattr(space, "n"):
+        given = f"{space.shape[0]} numbers"
+    pairs = dict(
+        states=(states, list(np.shape(state))),
+        goal=(goal_dim, 0 if goal is None else len(goal)),
+        actions=(actions, given),
+    )
+    wrong = [f"{what}: {a} in the data, {b} in the environment" for what, (a, b) in pairs.items()
+             if a != b and a is not None]
+    if wrong:
+        raise UserError(f"{place}: {'; '.join(wrong)}")
 
 
 def evaluate(model, meta, plan, seed=0, envs=None, sample=False, zero=()):
-    """Play a plan, [(name of a start in meta["starts"], raw target return, number of episodes)], and return one row for each.
+    """Play a plan, [(a name in meta["starts"], raw target return, number of episodes)]: one row for each.
 
-    A row is a dict: start, target, episodes, returns (per episode), return_mean, return_std, score (0-100, None without references),
-    success (%, None where the environment has none), length, achieved (per episode, in the target's unit: Atari's targets count clipped
-    rewards, its returns and scores the game's points), achieved_mean, abs_error (mean over episodes of |target - achieved|, RADT paper
-    Eq. 4), error_of_mean (|target - mean achieved|, what RADT's code selects by). Episode j has the same seed in every row. envs: a list of
-    environments to reuse; it is filled as needed.
+    A row is a dict: start, target, episodes, returns (per episode), return_mean, return_std, score (0-100,
+    None without references), success (%, None where nobody reports it), length, achieved (per episode, in the
+    target's unit: Atari's targets count clipped rewards, its returns and scores the game's points),
+    achieved_mean, abs_error (mean over episodes of |target - achieved|, RADT paper Eq. 4), error_of_mean
+    (|target - mean achieved|, what RADT's code selects by). Episode j has the same seed in every row.
+    envs: a list of environments to reuse, filled as needed. Raises UserError where they do not fit the data.
     """
     envs = [] if envs is None else envs
     episodes = [(start, target, 1000 * seed + j) for start, target, count in plan for j in range(count)]
     while len(envs) < min(ROWS, len(episodes)):
-        envs.append(make_env(meta["env_spec"]))
+        envs.append(make(meta["env_spec"]))
+    check_environment(envs[0], meta)
     was_training = model.training
     model.eval()
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    out = []
-    for i in range(0, len(episodes), ROWS):
-        part = episodes[i: i + ROWS]
-        start, target, seeds = zip(*part, strict=True)
-        options = [meta["starts"][s] for s in start]
-        out.append(rollout(model, meta, envs[: len(part)], np.array(target, float), seeds, options, sample, generator, zero))
+    played = []
+    for first in range(0, len(episodes), ROWS):
+        starts, targets, seeds = zip(*episodes[first: first + ROWS], strict=True)
+        options = [meta["starts"][start] for start in starts]
+        played.append(rollout(
+            model, meta, envs[:len(starts)], np.array(targets, float), seeds, options, sample, generator,
+            zero))
     model.train(was_training)
-    result = {k: np.concatenate([o[k] for o in out]) for k in out[0]}
-    rows, at = [], 0
+
+    result = {key: np.concatenate([p[key] for p in played]) for key in played[0]}
+    rows, first = [], 0
     for start, target, count in plan:
-        r, achieved, length, success = (result[k][at: at + count] for k in ("return", "achieved", "length", "success"))
-        at += count
+        r, achieved, length, success = (x[first: first + count] for x in result.values())
+        first += count
+        error = np.abs(achieved - target).mean()
         rows.append(dict(
-            start=start, target=float(target), episodes=count, returns=r.tolist(), return_mean=float(r.mean()), return_std=float(r.std()),
-            score=normalised(r.mean(), meta["ref"]), success=None if np.isnan(success).all() else float(100 * np.nanmean(success)),
+            start=start, target=float(target), episodes=count,
+            returns=r.tolist(), return_mean=float(r.mean()), return_std=float(r.std()),
+            score=normalised(r.mean(), meta["ref"]),
+            success=None if np.isnan(success).all() else float(100 * np.nanmean(success)),
             length=float(length.mean()), achieved=achieved.tolist(), achieved_mean=float(achieved.mean()),
-            abs_error=float(np.abs(achieved - target).mean()), error_of_mean=float(abs(achieved.mean() - target))))
+            abs_error=float(error), error_of_mean=float(abs(achieved.mean() - target)),
+        ))
     return rows
 
+
+# ------------------------------------------------------------------- figures
 
 def normalised(value, ref):
     """100 (R - R_0) / (R_100 - R_0) for ref = (R_0, R_100), D4RL's score; None without references."""
     return None if ref is None else float(100 * (value - ref[0]) / (ref[1] - ref[0]))
 
 
-def rank_correlation(x, y):
-    """Spearman's: the correlation of ranks, ties sharing their mean rank; NaN if one side never varies."""
-    def ranks(v):
-        _, place, counts = np.unique(v, return_inverse=True, return_counts=True)
-        return (np.cumsum(counts) - (counts - 1) / 2)[place]
-    a, b = ranks(np.asarray(x)), ranks(np.asarray(y))
-    return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else math.nan
-
-
 def alignment(rows):
-    """{"rank_correlation", "abs_error", "episodes"} over all episodes of the rows: how closely achieved returns follow their targets."""
+    """How closely achieved returns follow their targets, over all episodes of the rows.
+
+    {"rank_correlation" (Spearman's; NaN if one side never varies), "abs_error", "episodes"}
+    """
+    from scipy.stats import spearmanr
     target = np.repeat([r["target"] for r in rows], [r["episodes"] for r in rows])
     achieved = np.concatenate([r["achieved"] for r in rows])
-    return dict(rank_correlation=rank_correlation(target, achieved), abs_error=float(np.abs(target - achieved).mean()), episodes=len(target))
+    vary = np.ptp(target) > 0 and np.ptp(achieved) > 0
+    rank = float(spearmanr(target, achieved).statistic) if vary else math.nan
+    error = float(np.abs(target - achieved).mean())
+    return dict(rank_correlation=rank, abs_error=error, episodes=len(target))
+
+
+def alignments(runs):
+    """(start, [alignment of each run]) for every start that was asked for several targets."""
+    for start in dict.fromkeys(r["start"] for r in runs[0]):
+        groups = [[r for r in rows if r["start"] == start] for rows in runs]
+        if len(groups[0]) > 1:
+            yield start, [alignment(group) for group in groups]
+
+
+def interval(values, digits=1):
+    """Text: the mean over seeds ± half of its 95 % interval (Student's t). "-" where a value is missing."""
+    from scipy.stats import t as student
+    n = len(values)
+    if n == 0 or any(x is None or math.isnan(x) for x in values):
+        return "-"
+    half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else 0
+    return f"{np.mean(values):.{digits}f}" + f" ± {half:.{digits}f}" * (n > 1)
 
 
 def title(meta):
     """Which model, on which environment, from which data."""
-    spec = meta["env_spec"]
-    where = "no environment" if spec is None else (spec if isinstance(spec, dict) else json.loads(spec))["id"]
-    return f"{meta['model']} on {meta['env']} ({where}), data {meta['dataset']} ({meta['source']})"
+    spec = meta["env_spec"] or {"id": "no environment"}
+    name = (spec if isinstance(spec, dict) else json.loads(spec))["id"]
+    return f"{meta['model']} on {meta['env']} ({name}), data {meta['dataset']} ({meta['source']})"
 
 
 def table(rows, headline=None):
-    """The rows as text, the headline target starred, and under them how closely each start's returns follow the targets."""
+    """The rows as text, the headline target starred; then how closely the returns from each start follow."""
     clipped = any(r["achieved"] != r["returns"] for r in rows)
-    lines = [f"{'start':8s}{'target':>9s}  episodes{'return':>19s}{'score':>8s}{'success':>9s}{'length':>8s}{'  achieved' if clipped else ''}"
-             f"  |target - achieved|{'   (targets and achieved: rewards cut to [-1, 1])' if clipped else ''}"]
+    lines = [f"{'start':8s}{'target':>9s}  episodes{'return':>19s}{'score':>8s}{'success':>9s}{'length':>8s}"
+             + "  achieved" * clipped + "  |target - achieved|"
+             + "   (targets and achieved: rewards cut to [-1, 1])" * clipped]
     for r in rows:
         score = "-" if r["score"] is None else f"{r['score']:.1f}"
         success = "-" if r["success"] is None else f"{r['success']:.1f} %"
-        lines.append(f"{r['start']:8s}{r['target']:9.1f}{'*' if r['target'] == headline else ' '}{r['episodes']:9d}{r['return_mean']:10.1f} ± "
-                     f"{r['return_std']:6.1f}{score:>8s}{success:>9s}{r['length']:8.0f}{format(r['achieved_mean'], '10.1f') if clipped else ''}"
-                     f"{r['abs_error']:21.1f}")
-    for start in dict.fromkeys(r["start"] for r in rows):
-        group = [r for r in rows if r["start"] == start]
-        if len(group) > 1:
-            a = alignment(group)
-            rank = "- (all returns equal)" if math.isnan(a["rank_correlation"]) else f"{a['rank_correlation']:.2f}"
-            lines.append(f"{start} start, all targets: rank correlation {rank}, "
-                         f"mean |target - achieved| {a['abs_error']:.1f} over {a['episodes']} episodes")
+        lines.append(
+            f"{r['start']:8s}{r['target']:9.1f}{' *'[r['target'] == headline]}{r['episodes']:9d}"
+            f"{r['return_mean']:10.1f} ± {r['return_std']:6.1f}{score:>8s}{success:>9s}{r['length']:8.0f}"
+            + f"{r['achieved_mean']:10.1f}" * clipped + f"{r['abs_error']:21.1f}")
+    for start, (a,) in alignments([rows]):
+        rank = f"{a['rank_correlation']:.2f}".replace("nan", "- (all returns equal)")
+        lines.append(f"{start} start, all targets: rank correlation {rank}, "
+                     f"mean |target - achieved| {a['abs_error']:.1f} over {a['episodes']} episodes")
     return "\n".join(lines)
 
 
+def seeds_table(runs):
+    """Text for several seeds: mean and 95 % interval over them. runs: for each its rows, all of one plan."""
+    lines = [f"{len(runs)} seeds: mean ± 95 % interval",
+             f"{'start':8s}{'target':>16s}{'return':>16s}{'score':>16s}{'success':>16s}  |target - achieved|"]
+    for group in zip(*runs, strict=True):
+        keys = ("target", "return_mean", "score", "success", "abs_error")
+        *figures, error = (interval([r[key] for r in group]) for key in keys)
+        lines.append(f"{group[0]['start']:8s}{''.join(f'{x:>16s}' for x in figures)}{error:>21s}")
+    for start, each in alignments(runs):
+        rank = interval([a["rank_correlation"] for a in each], 2)
+        error = interval([a["abs_error"] for a in each])
+        lines.append(f"{start} start, all targets: rank correlation {rank}, mean |target - achieved| {error}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------- pictures
+
 def plot_targets(rows, path, title=""):
-    """Achieved return against target, a dot an episode, with the diagonal that a perfect follower would be on."""
-    from matplotlib.figure import Figure  # not pyplot: no window system, and a notebook's own settings stay
+    """Achieved return against target, a dot an episode, with the diagonal of a perfect follower."""
+    from matplotlib.figure import Figure  # not pyplot: no window system, and a notebook's settings stay
     starts = list(dict.fromkeys(r["start"] for r in rows))
     fig = Figure(figsize=(4.5 * len(starts), 4.2))
-    axes = fig.subplots(1, len(starts), squeeze=False, sharey=True, sharex=True)
+    axes = fig.subplots(1, len(starts), squeeze=False, sharey=True, sharex=True)[0]
     ends = [min(r["target"] for r in rows), max(r["target"] for r in rows)]
-    for ax, start in zip(axes[0], starts, strict=True):
+    for ax, start in zip(axes, starts, strict=True):
         group = sorted((r for r in rows if r["start"] == start), key=lambda r: r["target"])
+        targets = [r["target"] for r in group]
         for r in group:
             ax.plot([r["target"]] * r["episodes"], r["achieved"], "o", color="0.45", alpha=0.4, markersize=4)
-        ax.plot([r["target"] for r in group], [r["achieved_mean"] for r in group], "s-", color="tab:blue", label="mean")
+        ax.plot(targets, [r["achieved_mean"] for r in group], "s-", color="tab:blue", label="mean")
         ax.plot(ends, ends, "k--", linewidth=1, label="target = achieved")
         ax.set(title=f"{start} start", xlabel="target return")
         ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("achieved return")
-    axes[0][0].legend()
+    axes[0].set_ylabel("achieved return")
+    axes[0].legend()
     fig.suptitle(title)
     fig.tight_layout()
     fig.savefig(path, dpi=110)
@@ -231,10 +329,11 @@ def plot_curve(rows, path):
     curves = {}
     for r in rows:
         if r.get("checkpoint") == "last":
-            curves.setdefault((float(r["target"]), r["start"]), []).append((int(r["step"]), float(r["achieved_mean"])))
-    often = {k: at for k, at in curves.items() if len(at) > 1} or curves       # what the last evaluation alone plays is no curve
-    for (target, start), at in sorted(often.items(), reverse=True):
-        line, = right.plot(*zip(*at, strict=True), "o-", markersize=4, label=f"{start} {target:.0f}")
+            point = int(r["step"]), float(r["achieved_mean"])
+            curves.setdefault((float(r["target"]), r["start"]), []).append(point)
+    often = {key: points for key, points in curves.items() if len(points) > 1} or curves
+    for (target, start), points in sorted(often.items(), reverse=True):
+        line, = right.plot(*zip(*points, strict=True), "o-", markersize=4, label=f"{start} {target:.0f}")
         right.axhline(target, color=line.get_color(), linestyle=":", linewidth=1)
     right.set(xlabel="update", ylabel="achieved return (dotted: asked for)")
     if often:
@@ -245,135 +344,107 @@ def plot_curve(rows, path):
     fig.savefig(path, dpi=110)
 
 
-def interval(values, digits=1):
-    """Text: the mean over seeds ± half of its 95 % interval (Student's t); one value alone, and "-" for none, or where one is None."""
-    n = len(values)
-    if n == 0 or None in values:
-        return "-"
-    t95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09, 2.08, 2.07,
-           2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04]     # by degrees of freedom, from 1
-    half = f" ± {(t95[n - 2] if n <= 31 else 1.96) * np.std(values, ddof=1) / math.sqrt(n):.{digits}f}" if n > 1 else ""
-    return f"{np.mean(values):.{digits}f}{half}"
-
-
-def seeds_table(runs):
-    """Text for several seeds' rows: the mean over seeds and its 95 % interval. runs: a list of lists of rows of one plan."""
-    lines = [f"{len(runs)} seeds: mean ± 95 % interval",
-             f"{'start':8s}{'target':>16s}{'return':>16s}{'score':>16s}{'success':>16s}  |target - achieved|"]
-    for group in zip(*runs, strict=True):
-        target, value, score, success, error = (interval([r[k] for r in group]) for k in ("target", "return_mean", "score", "success", "abs_error"))
-        lines.append(f"{group[0]['start']:8s}{target:>16s}{value:>16s}{score:>16s}{success:>16s}{error:>21s}")
-    for start in dict.fromkeys(r["start"] for r in runs[0]):
-        if len({r["target"] for r in runs[0] if r["start"] == start}) == 1:
-            continue
-        each = [alignment([r for r in rows if r["start"] == start]) for rows in runs]
-        lines.append(f"{start} start, all targets: rank correlation {interval([a['rank_correlation'] for a in each], 2)}, "
-                     f"mean |target - achieved| {interval([a['abs_error'] for a in each])}")
-    return "\n".join(lines)
-
-
 def film(model, meta, path, start, target, seed=0, sample=False, zero=()):
-    """Write one episode as a film (.gif, or .mp4 where imageio has ffmpeg); returns its return. Raises UserError if it cannot be rendered."""
-    import imageio
-    frames = []
+    """Write one episode as a film (.gif, or .mp4 where imageio has ffmpeg); returns its return.
 
-    def shoot(t):       # every second frame at half size: a tenth of the bytes, and as clear
-        if t % 2 == 0:
+    Raises UserError if it cannot be rendered, or, before anything is played, if it cannot be written.
+    """
+    import imageio
+    path, frames = Path(path), []
+    if path.suffix not in (".gif", ".mp4"):
+        raise UserError(f"{path}: the name of a film ends in .gif or .mp4")
+    new = not path.exists()
+
+    def shoot(step):        # every second frame at half size: a tenth of the bytes, and as clear
+        if step % 2 == 0:
             frames.append(env.render()[::2, ::2])
     try:
-        env = make_env(meta["env_spec"], render_mode="rgb_array")
+        path.open("ab").close()     # a folder, or a place that may not be written, says so here
+        if path.suffix == ".mp4":
+            import imageio_ffmpeg  # noqa: F401
+        env = make(meta["env_spec"], render_mode="rgb_array")
+        check_environment(env, meta)
         generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-        result = rollout(model, meta, [env], np.array([target]), [1000 * seed], [meta["starts"][start]], sample, generator, zero, shoot)
-        gif = {"duration": 2000 / env.metadata.get("render_fps", 50), "loop": 0} if str(path).endswith(".gif") else {}
-        imageio.mimsave(path, frames, **gif)
+        result = rollout(model, meta, [env], np.array([target]), [1000 * seed], [meta["starts"][start]],
+                         sample, generator, zero, shoot)
+        fps = env.metadata.get("render_fps", 50)
+        settings = dict(duration=2000 / fps, loop=0) if path.suffix == ".gif" else dict(fps=fps / 2)
+        imageio.mimsave(path, frames, **settings)
         env.close()
-    except UserError:
-        raise
-    except Exception as e:      # rendering fails in as many ways as there are drivers
-        raise UserError(f"no video: {type(e).__name__}: {e}. Without a display, try MUJOCO_GL=egl or MUJOCO_GL=osmesa") from e
-    return float(result["return"][0])
+        return float(result["return"][0])
+    except Exception as error:      # rendering fails in as many ways as there are drivers
+        if new and path.is_file():
+            path.unlink()
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"no film {path}: {short(error)}. Without a display, try MUJOCO_GL=egl or osmesa; "
+                        ".mp4 needs 'pip install imageio[ffmpeg]'") from error
 
+
+# ------------------------------------------------------------------- run folders and the command line
 
 def load_run(run, which="last", device="cpu"):
-    """(model in eval mode, meta) of a run folder, whichever model it holds. Raises UserError if there is none."""
+    """(model in eval mode, meta) of a run folder, or of a checkpoint in it. Raises UserError without one."""
     run = Path(run)
-    file = run / f"{which}.pt"
+    file = run if run.suffix == ".pt" else run / f"{which}.pt"
     if not file.is_file():
-        near = sorted(p.parent.name for p in run.parent.glob("*/last.pt")) if run.parent.is_dir() else []
-        raise UserError(f"{file} does not exist" + (f"; {nearest(run.name, near)}" if near and not run.is_dir() else ""))
+        near = sorted(p.parent.name for p in run.parent.glob("*/last.pt"))
+        hint = f"; {nearest(run.name, near)}" if near and not run.is_dir() else ""
+        raise UserError(f"{file} does not exist{hint}")
     try:
-        meta = torch.load(file, map_location="cpu", weights_only=True)["meta"]
-        model, _ = importlib.import_module(f"models.{meta['model']}").Model.load(run, which, device)
-        meta["plan"], meta["starts"], meta["env_spec"], meta["state_mean"]      # a KeyError now, not after minutes
-        return model, meta
-    except (RuntimeError, KeyError, TypeError, IndexError, AttributeError, ValueError, OSError, EOFError, pickle.UnpicklingError, ImportError,
-            struct.error) as e:
-        raise UserError(f"{file} is damaged or not a checkpoint of this project ({type(e).__name__}: {str(e)[:200]})") from e
-
-
-def pick_device(name):
-    """A torch device; auto is CUDA where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as e:
-        raise UserError(f"--device {name}: there is no such device; auto, cpu or cuda") from e
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: this machine or this build of torch has no CUDA; use --device cpu")
-    try:
-        torch.ones(1, device=device).item()
-    except (RuntimeError, NotImplementedError, AssertionError) as e:
-        raise UserError(f"--device {name}: it cannot be used here ({str(e).splitlines()[0]}); use --device cpu") from e
-    return device
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        meta = state["meta"]
+        module = model_module(meta["model"])
+        model = module.Model(module.Config(**state["settings"]["model"]))
+        model.load_state_dict(state["model"])
+        meta["plan"], meta["starts"], meta["env_spec"], meta["state_mean"]      # a KeyError now, not later
+    except Exception as error:      # torch raises what the damage happens to cause
+        raise UserError(f"{file} is damaged or no checkpoint of this project ({short(error)})") from error
+    return model.to(device).eval(), meta
 
 
 def command_line():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser = Parser(description=__doc__)
     parser.add_argument("run", help="a run folder")
     parser.add_argument("--targets", type=float, nargs="+", help="raw target returns; default: the run's own")
     parser.add_argument("--episodes", type=int, help="per target; default: the run's own plan")
     parser.add_argument("--start", help="which start of the environment; default: all of them")
     parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sticky", type=float, help="Atari: probability that the emulator repeats an action; default: the run's own, 0")
+    parser.add_argument("--sticky", type=float, help="Atari: chance that an action is repeated")
     parser.add_argument("--zero", nargs="+", choices=["rtg", "states", "actions"], default=[])
-    parser.add_argument("--video", metavar="FILE")
+    parser.add_argument("--video", metavar="FILE", help=".gif or .mp4 of one episode")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    if args.episodes is not None and args.episodes < 1 or not 0 <= args.seed < 2**20:
-        raise UserError("--episodes must be at least 1, and --seed from 0 to about a million")
-    if args.targets and not all(abs(t) < HUGE for t in args.targets):
-        raise UserError("--targets must be finite returns")
-    if args.video and (Path(args.video).suffix not in (".gif", ".mp4") or not Path(args.video).absolute().parent.is_dir()):
-        raise UserError(f"--video {args.video}: a .gif or .mp4 file in a folder that exists")
-    model, meta = load_run(args.run, args.checkpoint, pick_device(args.device))
+    for key in ("seed", "targets", "sticky", "episodes"):
+        check_range(key, getattr(args, key))
+    which = Path(args.run).stem if args.run.endswith(".pt") else args.checkpoint
+    model, meta = load_run(args.run, which, pick_device(args.device))
     if meta["env_spec"] is None:
         raise UserError(f"{meta['dataset']} names no environment to act in")
     if args.sticky is not None:
         meta["env_spec"] = sticky(meta["env_spec"], args.sticky)
-        if not 0 <= args.sticky < 1 or meta["env_spec"] is None:
-            raise UserError("--sticky is a probability, from 0 to below 1, for Atari games")
+        if meta["env_spec"] is None:
+            raise UserError("--sticky is for Atari games")
     if args.start and args.start not in meta["starts"]:
         raise UserError(f"--start {args.start}: {nearest(args.start, meta['starts'])}")
     starts = [args.start] if args.start else list(meta["starts"])
+    plan = [(s, x, args.episodes or n) for s, x, n in meta["plan"] if s in starts]
     if args.targets:
-        plan = [(s, t, args.episodes or (meta["plan"][0][2] if meta["plan"] else 10)) for s in starts for t in args.targets]
-    elif not meta["plan"]:
-        raise UserError("this run was trained without evaluation and has no targets of its own: --targets R1 R2 ...")
-    else:
-        plan = [(s, t, args.episodes or n) for s, t, n in meta["plan"] if s in starts]
-    print(f"{title(meta)}, {args.checkpoint} checkpoint (update {meta['step']:,}), seed {args.seed}"
-          + (f", without {' and '.join(args.zero)}" if args.zero else ""))
-    envs = [make_env(meta["env_spec"])]
+        count = args.episodes or (plan[0][2] if plan else 10)
+        plan = [(s, x, count) for s in starts for x in args.targets]
+    if not plan:
+        raise UserError("this run was trained without evaluation: give it targets, --targets R1 R2 ...")
+    without = f", without {' and '.join(args.zero)}" if args.zero else ""
+    print(f"{title(meta)}, {which} checkpoint (update {meta['step']:,}), seed {args.seed}{without}")
+    if args.video:      # first: what cannot be written says so before minutes of playing
+        target = args.targets[0] if args.targets else meta["headline"]
+        got = film(model, meta, args.video, starts[-1], target, args.seed, meta["sample"], args.zero)
+        print(f"{args.video}: one episode from the {starts[-1]} start, asked for {target:.1f}, got {got:.1f}")
+    envs = [make(meta["env_spec"])]
     if text := describe(envs[0]):
         print(text)
     print(table(evaluate(model, meta, plan, args.seed, envs, meta["sample"], args.zero), meta["headline"]))
-    if args.video:
-        target = args.targets[0] if args.targets else meta["headline"]
-        got = film(model, meta, args.video, starts[-1], target, args.seed, meta["sample"], args.zero)
-        print(f"{args.video}: one episode from the {starts[-1]} start, target {target:.1f}, achieved {got:.1f}")
 
 
 if __name__ == "__main__":

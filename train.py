@@ -1,26 +1,30 @@
-"""Train a model on a data set, evaluate it, and leave a run folder that eval.py and Model.load can use alone.
+"""Train a model on a data set, evaluate it, and leave a run folder that eval.py can use alone.
 
-    python train.py                                              dt on pointmaze-umaze, collected on the spot
-    python train.py --model dt --env hopper-medium               any model of models/, any environment of 'python data.py list'
-    python train.py --env minari:my/set-v0                       a Minari set of your own
-    python train.py --show | --bench 200 | --resume | --seeds 0 1 2
+    python train.py                                         dt on pointmaze-umaze, collected on the spot
+    python train.py --model dm --env hopper-medium          any model, any name of 'python data.py list'
+    python train.py --env minari:my/set-v0                  a Minari set of your own
+    python train.py --resume runs/dt-pointmaze-umaze-s0     go on with a run that was stopped
+    python train.py --show | --bench 200 | --seeds 0 1 2
 
-Every field of TrainConfig and of the model's Config is a flag. A value comes from the first of: command line, the "small" preset
-(--size small, the default without a GPU), the environment's preset, its family's, "*", the field's default; --show says which.
+Every field of settings.TrainConfig and of the model's Config is a flag.
 """
+import errors  # noqa: F401, I001 (first: Ctrl-C is quiet while the libraries load)
+import argparse
 import contextlib
 import csv
-import dataclasses
-import importlib
+import importlib.metadata
+import itertools
 import json
 import math
 import os
-import re
+import shutil
 import signal
 import sys
 import time
+import typing
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 import torch.nn.attention
@@ -28,582 +32,618 @@ from torch import nn
 from tqdm import tqdm
 
 import data
-from data import Prefetch, UserError, Windows
-from eval import evaluate, load_run, pick_device, plot_curve, plot_targets, seeds_table, table, title
-from settings import describe, holds, parse, settings
+import envs
+import settings as config
+from errors import Parser, UserError, run_command, short
+from eval import check_environment, evaluate, load_run, plot_curve, plot_targets, seeds_table, table, title
 
-# --------------------------------------------------------------------------- model
-
-def build_model(cfg, values, origin, state_shape, act_dim, discrete, max_ep_len, goal_dim):
-    """The model, its sizes taken from the data; seeded, so that the same seed gives the same weights."""
-    facts = dict(state_shape=tuple(state_shape), act_dim=act_dim, discrete=discrete, max_ep_len=max_ep_len, goal_dim=goal_dim)
-    for key, x in facts.items():
-        if origin[key] == "command line" and key != "max_ep_len" and values[key] != x:
-            raise UserError(f"--{key} comes from the data, where it is {x}")
-        if key != "max_ep_len" or origin[key] == "default":     # a paper may ask for a longer timestep table
-            values[key], origin[key] = x, "data"
-    module = importlib.import_module(f"models.{cfg.model}")
-    torch.manual_seed(cfg.seed)
-    try:
-        return module.Model(module.Config(**values))
-    except ValueError as e:
-        raise UserError(str(e)) from e
+DECIDE_SCORES = "torch numpy gymnasium gymnasium-robotics mujoco ale-py dm-control minari".split()
 
 
-def planned(cfg, values, origin):
-    """The model as the facts of its environment make it, before any data are loaded."""
-    env = data.get_env(cfg.env)
-    goal_dim = env.goal_dim if values["goal"] != "none" else 0
-    shape = env.state_shape if env.stack else (env.state_dim + goal_dim,)
-    return build_model(cfg, values, origin, shape, env.act_dim, env.discrete, env.max_ep_len, goal_dim)
-
-
-def counters(model, values):
-    """{"params", "mixer_params", "macs"}: all parameters, those of token mixers, multiply-accumulates to predict one window's actions."""
-    from torch.utils.flop_counter import FlopCounterMode
-    device, K, A = next(model.parameters()).device, values["context_len"], values["act_dim"]
-    actions = torch.zeros(1, K, dtype=torch.int64) if values["discrete"] else torch.zeros(1, K, A)
-    states = torch.zeros(1, K, *values["state_shape"], dtype=torch.uint8 if len(values["state_shape"]) == 3 else torch.float32)
-    batch = dict(states=states, actions=actions, rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1),
-                 timesteps=torch.arange(K)[None], mask=torch.ones(1, K, dtype=torch.bool))
-    was_training = model.training
-    # in plain matrix products: the counter knows those, but not the CPU's fused attention
-    with torch.no_grad(), nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as flops:
-        model.train()(**{k: x.to(device) for k, x in batch.items()})       # as in training: an untrained DM acts by an untrained predictor
-    model.train(was_training)
-    return dict(params=sum(p.numel() for p in model.parameters()), macs=flops.get_total_flops() // 2,
-                mixer_params=sum(p.numel() for name, p in model.named_parameters() if ".mixer." in name))
-
-
-# --------------------------------------------------------------------------- one training step
+# ------------------------------------------------------------------- one update
 
 def learning_rate(cfg, step):
-    """The learning rate of update step (from 0): linear warm-up, then constant or a half cosine down to lr_floor of it."""
+    """Of update step, from 0: a linear warm-up, then constant or half a cosine down to lr_floor of it."""
     warm = min(1.0, (step + 1) / max(1, cfg.warmup))
     if cfg.schedule == "constant":
         return cfg.lr * warm
-    p = min(1.0, max(0.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)))      # clamped: unclamped, the rate climbs again
-    return cfg.lr * warm * max(cfg.lr_floor, 0.5 * (1 + math.cos(math.pi * p)))     # the floor cuts the cosine, as released for Atari
-
-
-def make_optimizer(model, cfg, device):
-    groups = (model.param_groups(cfg.weight_decay) if hasattr(model, "param_groups")
-              else [dict(params=list(model.parameters()), weight_decay=cfg.weight_decay)])
-    if cfg.decay == "matrices":
-        matrices = {id(p) for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d, nn.MultiheadAttention))
-                    for name, p in m.named_parameters(recurse=False) if name.endswith("weight")}
-        groups = [dict(g, params=[p for p in g["params"] if (id(p) in matrices) == decays], weight_decay=g["weight_decay"] * decays)
-                  for g in groups for decays in (True, False)]
-    cuda = device.type == "cuda"
-    # the rate is a tensor on CUDA, so that a captured graph reads today's value and not the one of its capture
-    groups = [dict(g, lr=torch.tensor(cfg.lr, device=device) if cuda else cfg.lr) for g in groups]
-    return torch.optim.AdamW(groups, betas=tuple(cfg.betas), fused=True, capturable=cuda)
+    # clamped: unclamped, the cosine climbs again
+    progress = min(1.0, max(0.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)))
+    return cfg.lr * warm * max(cfg.lr_floor, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def set_learning_rate(optimizer, value):
     for group in optimizer.param_groups:
         lr = value * group.get("lr_scale", 1.0)
-        if torch.is_tensor(group["lr"]):
+        if torch.is_tensor(group["lr"]):        # on CUDA, so that a captured graph reads today's rate
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
 
 
-def make_step(model, windows, optimizer, cfg, generator, feed=None):
-    """A function that makes one update (sample, forward, backward, clip, AdamW) and returns the model's log of tensors.
+def make_optimizer(model, cfg, device):
+    groups = [dict(params=list(model.parameters()), weight_decay=cfg.weight_decay)]
+    if hasattr(model, "param_groups"):
+        groups = model.param_groups(cfg.weight_decay)
+    if cfg.decay == "matrices":
+        weights = {id(p) for name, p in model.named_parameters() if name.endswith("weight") and p.ndim > 1}
+        weights -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        groups = [
+            dict(g, params=[p for p in g["params"] if (id(p) in weights) == decays],
+                 weight_decay=g["weight_decay"] * decays)
+            for g in groups for decays in (True, False)]
+    cuda = device.type == "cuda"
+    for group in groups:
+        group["lr"] = torch.tensor(cfg.lr, device=device) if cuda else cfg.lr
+    return torch.optim.AdamW(groups, betas=cfg.betas, fused=True, capturable=cuda)
 
-    feed: a Prefetch, where the windows are not on the model's device.
-    """
-    device = next(model.parameters()).device
+
+def make_step(model, windows, optimizer, cfg, generator):
+    """A function of one update (sample, forward, backward, clip, AdamW) that returns the model's log."""
+    device = windows.device
+    cuda = device.type == "cuda"
     loss_of = torch.compile(model.loss) if cfg.compile else model.loss
-    inbox = {k: v.clone() for k, v in feed.coming.result().items()} if feed else None       # a batch's fixed place, from which a graph reads
-    clipped = {}        # one norm for all that share a learning rate; a predictor with a rate of its own neither shrinks the rest nor is shrunk
+    clipped = {}        # one norm for all that share a learning rate: a part with its own shrinks no other
     for group in optimizer.param_groups:
         clipped.setdefault(group.get("lr_scale", 1.0), []).extend(group["params"])
 
     def step():
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and bool(cfg.amp)):
-            loss, log = loss_of(windows.sample(cfg.batch_size, generator) if inbox is None else inbox)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda and bool(cfg.amp)):
+            loss, log = loss_of(windows.sample(cfg.batch_size, generator))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         for params in clipped.values():
             nn.utils.clip_grad_norm_(params, cfg.clip)
         optimizer.step()
         return log
-
-    run = step
-    if device.type == "cuda" and cfg.graph:
-        try:
-            run = capture(step, model, optimizer, None if feed else generator)
-        except Exception as e:      # whatever cannot be captured still runs, slower
-            print(f"the step does not fit a CUDA graph ({type(e).__name__}: {str(e).splitlines()[0]}); it runs without")
-
-    def fed():
-        for k, x in feed.next().items():
-            inbox[k].copy_(x)
-        return run()
-    return fed if feed else run
+    return captured(step, generator) if cuda and cfg.graph else step
 
 
-def capture(step, model, optimizer, generator):
-    """The step as one CUDA graph. Warming up must not count as training: weights, optimiser and generators are put back."""
-    weights = {k: v.clone() for k, v in model.state_dict().items()}
-    moments = {k: {n: x.clone() if torch.is_tensor(x) else x for n, x in s.items()} for k, s in optimizer.state.items()}
-    noise, cuda_noise = generator and generator.get_state(), torch.cuda.get_rng_state()
-    try:
-        side = torch.cuda.Stream()
+def captured(step, generator):
+    """step as one CUDA graph from its fourth call on; the calls before make what a graph cannot make."""
+    side = torch.cuda.Stream()
+    calls, graph, log = 0, None, None
+
+    def run():
+        nonlocal calls, graph, log
+        calls += 1
+        if calls == 4:
+            try:
+                graph = torch.cuda.CUDAGraph()
+                graph.register_generator_state(generator)
+                with torch.cuda.graph(graph):
+                    log = step()
+            except Exception as error:      # what cannot be captured still runs, slower
+                torch.cuda.synchronize()
+                graph = None
+                print(f"the update does not fit a CUDA graph ({short(error)}); it runs without")
+        if graph:
+            graph.replay()
+            return log
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(4):
-                step()
+            out = step()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        if generator:
-            graph.register_generator_state(generator)
-        optimizer.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph):
-            log = step()
-    finally:
-        torch.cuda.synchronize()
-        model.load_state_dict(weights)
-        for p, s in optimizer.state.items():    # in place: the graph holds these very tensors
-            for n, x in s.items():
-                x.copy_(moments[p][n]) if p in moments else x.zero_()
-        if generator:
-            generator.set_state(noise)
-        torch.cuda.set_rng_state(cuda_noise)
-
-    def replay():
-        graph.replay()
-        return log
-    return replay
+        return out
+    return run
 
 
-# --------------------------------------------------------------------------- run folder
-
-class NothingToResume(UserError):
-    pass
-
+# ------------------------------------------------------------------- run folders
 
 class Busy(UserError):
-    pass
+    """Another process writes to the run folder."""
 
 
-def run_folder(cfg, resume):
-    """The folder of this run: new and empty, or the newest of its name to resume."""
-    name = cfg.run or f"{cfg.model}-{cfg.env.replace('minari:', '').replace('/', '-')}-s{cfg.seed}"
+def new_folder(cfg):
+    """An empty folder for this run, numbered if its name is taken."""
+    name = cfg.run or f"{cfg.model}-{cfg.env.removeprefix('minari:').replace('/', '-')}-s{cfg.seed}"
     out = Path(cfg.out).expanduser()
-    if resume:
-        numbered = re.compile(re.escape(name) + r"(-\d+)?")
-        begun = [p for p in (out.iterdir() if out.is_dir() else []) if numbered.fullmatch(p.name) and (p / "last.pt").is_file()]
-        if not begun:
-            raise NothingToResume(f"nothing to resume: no {out / name} with a checkpoint")
-        return max(begun, key=lambda p: (len(p.name), p.name))
-    try:
-        for number in range(1, 10_000):
-            folder = out / (name if number == 1 else f"{name}-{number}")
-            try:
-                folder.mkdir(parents=True)
-                return folder
-            except FileExistsError:
-                continue
-    except OSError as e:
-        raise UserError(f"cannot write to {out} ({e}); choose another folder with --out") from e
-    raise UserError(f"{out} is full of runs called {name}")
+    for number in itertools.count(1):
+        folder = out / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except (OSError, ValueError) as error:
+            if not os.path.isdir(folder):
+                raise UserError(f"cannot write to {out} ({short(error)}); try another --out") from error
 
 
 @contextlib.contextmanager
 def hold(folder):
-    """Keep every other process from writing to this run folder; the system lets go of the lock when its process ends, however it ends."""
+    """Keep other processes from writing to a run folder, until this one ends, however it ends."""
+    lock = filelock.FileLock(folder / "lock", timeout=0)
     try:
-        file = open(folder / "lock", "a")
-    except OSError as e:
-        raise UserError(f"cannot write to {folder} ({e}); nothing in it was changed") from e
-    with file:
-        try:
-            if os.name == "nt":
-                import msvcrt
-                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as e:
-            raise Busy(f"{folder} is being written by another process; wait for it, stop it, or start another run without --resume") from e
-        except OSError:     # a network disk that knows no locks
-            pass
-        yield folder
+        with contextlib.suppress(NotImplementedError):      # a disk that knows no locks
+            lock.acquire()
+    except filelock.Timeout as error:
+        raise Busy(f"{folder} is being written by another process; wait for it, or stop it") from error
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({short(error)}); nothing in it was changed") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_atomically(path, write):
-    """write(temporary path), then rename: a killed process leaves the old file or the new one, never half of one."""
+    """write(temporary path), then rename: a killed process leaves the old file or the new, never a half."""
     part = path.with_name("part-" + path.name)
     try:
         write(part)
         os.replace(part, path)
-    except (OSError, RuntimeError) as e:        # torch.save reports a full disk as RuntimeError
-        raise UserError(f"cannot write {path} ({e}); nothing was lost up to the last checkpoint") from e
+    except (OSError, RuntimeError) as error:        # torch.save reports a full disk as RuntimeError
+        raise UserError(f"cannot write {path} ({short(error)}); the last checkpoint is whole") from error
     finally:
-        part.unlink(missing_ok=True)            # there only if something stopped us
+        part.unlink(missing_ok=True)
 
 
-class Log:
-    """log.csv: a row for each logged update, and one for each (update, target) of an evaluation; checkpoint says which weights played.
+# ------------------------------------------------------------------- a run
 
-    There is no clock in it, so that a resumed run writes the very file of an uninterrupted one.
+COUNTED = ("done", "best", "loss", "sums", "count", "rows", "fingerprint")
+
+
+class Run:
+    """A model, its data, optimiser and log. Its state is what a checkpoint holds.
+
+    settings are complete (settings.completed); plan and headline come from choose_targets. rows are those of
+    log.csv, one for each logged update and each (update, target) of an evaluation. They hold no clock:
+    a resumed run writes the very file of an uninterrupted one.
     """
-    COLUMNS = ["step", "model", "env", "dataset", "source", "seed", "lr", "loss", "checkpoint", "start", "target", "episodes",
-               "return_mean", "return_std", "score", "success", "length", "achieved_mean", "abs_error", "error_of_mean"]
 
-    def __init__(self, path, meta):
-        self.path, self.columns, self.rows = path, list(self.COLUMNS), []
-        self.common = {k: meta[k] for k in ("model", "env", "dataset", "source", "seed")}
+    def __init__(self, settings, trajectories, plan=(), headline=None):
+        t, cfg, sizes = trajectories, settings.train, settings.model
+        self.settings, self.cfg, self.folder = settings, cfg, None
+        self.device = config.pick_device(cfg.device)
+        self.model = config.model_of(settings).to(self.device)
+        try:
+            self.windows = data.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
+                                        sizes.max_ep_len, sizes.goal != "none")
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"the data do not fit into {self.device}; load fewer: --transitions N") from error
+        self.generator = torch.Generator(self.device).manual_seed(cfg.seed)     # draws batches alone
+        self.optimizer = make_optimizer(self.model, cfg, self.device)
+        self.meta = acting_facts(settings, t) | dict(
+            state_mean=self.windows.mean, state_std=self.windows.std, plan=list(plan), headline=headline)
+        some = t.states[::97] if t.stack else t.states      # gigabytes of frames take long to add up
+        sums = [float(x.sum(dtype=torch.float64)) for x in (t.rewards, some)]
+        self.fingerprint = [t.dataset, t.source, len(t), *sums]
+        self.done, self.best, self.rows, self.envs, self.step = 0, None, [], [], None
+        self.loss, self.sums, self.count = math.nan, {}, 0      # the last logged loss, and sums since
 
-    def add(self, **row):
-        self.columns += [k for k in row if k not in self.columns]       # a model's own terms of the loss
-        self.rows.append(self.common | row)
+    def load(self, state):
+        """Go on from what save() wrote. Raises UserError if the data are not those of its beginning."""
+        if state["fingerprint"] != self.fingerprint:
+            raise UserError(f"{self.folder} began with other data (set, source, transitions, sums): "
+                            f"{state['fingerprint']}, and not {self.fingerprint}")
+        self.model.load_state_dict(state["model"])
+        groups = self.optimizer.state_dict()["param_groups"]        # those of this device, not of the run's
+        self.optimizer.load_state_dict(dict(state=state["optimizer"], param_groups=groups))
+        for key in COUNTED:
+            setattr(self, key, state[key])
+        self.sums = {key: x.to(self.device) for key, x in self.sums.items()}
+        torch.set_rng_state(state["torch_rng"])
+        cuda = self.device.type == "cuda"
+        if cuda == (state["cuda_rng"] is not None):
+            self.generator.set_state(state["generator"])
+            if cuda:
+                torch.cuda.set_rng_state(state["cuda_rng"])
+        else:       # begun on another kind of device, whose generator this one cannot go on with
+            self.generator.manual_seed(self.cfg.seed + self.done)
 
-    def write(self):
-        def dump(path):
-            with open(path, "w", newline="", encoding="utf-8") as f:
-                out = csv.DictWriter(f, self.columns)
+    def save(self, which="last"):
+        """Write log.csv and last.pt, from which training goes on; or best.pt, to act with."""
+        self.meta["step"] = self.done
+        settings = dict(train=vars(self.cfg), model=vars(self.settings.model), origin=self.settings.origin)
+        state = dict(model=self.model.state_dict(), settings=settings, meta=self.meta)
+        if which == "last":
+            self.write_log()
+            state |= {key: getattr(self, key) for key in COUNTED} | dict(
+                optimizer=self.optimizer.state_dict()["state"], generator=self.generator.get_state(),
+                torch_rng=torch.get_rng_state(), cuda_rng=None)
+            if self.device.type == "cuda":
+                state["cuda_rng"] = torch.cuda.get_rng_state()
+        write_atomically(self.folder / f"{which}.pt", lambda path: torch.save(state, path))
+
+    def log(self, **row):
+        common = {key: self.meta[key] for key in ("model", "env", "dataset", "source", "seed")}
+        self.rows.append(dict(step=self.done) | common | row)
+
+    def write_log(self):
+        def write(path):
+            with open(path, "w", newline="", encoding="utf-8") as file:
+                out = csv.DictWriter(file, dict.fromkeys(key for row in self.rows for key in row))
                 out.writeheader()
                 out.writerows(self.rows)
-        write_atomically(self.path, dump)
+        write_atomically(self.folder / "log.csv", write)
+
+    def update(self):
+        """One update of the weights."""
+        if self.step is None:
+            self.model.train()
+            self.step = make_step(self.model, self.windows, self.optimizer, self.cfg, self.generator)
+        set_learning_rate(self.optimizer, learning_rate(self.cfg, self.done))
+        for key, x in self.step().items():
+            self.sums[key] = self.sums[key] + x if key in self.sums else x.clone()
+        self.done += 1
+        self.count += 1
+
+    def tick(self):
+        """One update, and what is due after it: a row of the log, an evaluation, a checkpoint.
+
+        Raises UserError where the loss is no number any more.
+        """
+        self.update()
+        steps, last = self.cfg.steps, self.done == self.cfg.steps
+        if self.done % max(1, steps // 100) == 0 or last:
+            mean = {key: float(x) / self.count for key, x in self.sums.items()}
+            self.loss, self.sums, self.count = mean["loss"], {}, 0
+            if not math.isfinite(self.loss):
+                raise UserError(f"the loss is {self.loss} at update {self.done}: training has diverged; "
+                                "a smaller --lr may help")
+            self.log(lr=learning_rate(self.cfg, self.done - 1), **mean)
+        every = max(1, steps // 4) if self.cfg.eval_every is None else self.cfg.eval_every
+        if self.meta["plan"] and every and self.done % every == 0 and not last:
+            start = list(self.meta["starts"])[-1]
+            self.keep_best(self.play([(s, x, min(n, 10)) for s, x, n in self.meta["plan"] if s == start]))
+        if self.done % max(1, steps // 20) == 0 or last:
+            self.save()
+
+    def play(self, plan, model=None, **facts):
+        """Rows of an evaluation, which also go into the log."""
+        rows = evaluate(model or self.model, self.meta, plan, self.cfg.seed, self.envs, self.cfg.sample)
+        for row in rows:
+            kept = {key: x for key, x in row.items() if key not in ("returns", "achieved")}
+            self.log(**dict(checkpoint="last") | kept | facts)
+        return rows
+
+    def keep_best(self, rows):
+        """Write best.pt if these rows are the best so far: by success where there is one, then by return.
+
+        What counts is the last start, at the target nearest the headline.
+        """
+        start = list(self.meta["starts"])[-1]
+        rows = [r for r in rows if r["start"] == start]
+        row = min(rows, key=lambda r: abs(r["target"] - self.meta["headline"]))
+        value = [row["success"] or 0.0, row["return_mean"]]
+        if self.best is None or value > self.best or self.done == self.cfg.steps and value == self.best:
+            self.best = value
+            self.save("best")
+
+    def finish(self):
+        """(rows of the last evaluation, of the best checkpoint's, text). Pictures go into the folder."""
+        rows, best_rows, text = [], [], ""
+        if plan := self.meta["plan"]:
+            headline = self.meta["headline"]
+            rows = self.play(plan)
+            self.keep_best(rows)
+            text = f"\nlast checkpoint (update {self.done:,})\n{table(rows, headline)}"
+            model, meta = load_run(self.folder, "best", self.device)
+            step = meta["step"]
+            if step < self.done:
+                plan = [p for p in plan if p[1] == headline][:1]
+                best_rows = self.play(plan, model, checkpoint="best", step=step)
+                text += f"\nbest checkpoint (update {step:,}, chosen on the way)\n"
+                text += table(best_rows, headline)
+            else:
+                text += "\nthe best checkpoint is the last"
+            plot_targets(rows, self.folder / "targets.png", title(self.meta))
+        self.write_log()
+        plot_curve(self.rows, self.folder / "curve.png")
+        return rows, best_rows, text
 
 
-# --------------------------------------------------------------------------- training
-
-def prepare(cfg, values, origin, trajectories=None):
-    """(model, windows, meta, trajectories), on the device. meta is all that acting needs besides the weights, in tensors and plain Python."""
-    device, env = pick_device(cfg.device), data.ENVS.get(cfg.env) if trajectories is None else None
-    goal = values["goal"] != "none"
-    t = data.load(cfg.env, cfg.source, cfg.data, goal, cfg.transitions) if trajectories is None else trajectories
-    if cfg.pct_traj < 1:
-        t = t.top(cfg.pct_traj)
-    goal_dim = t.goals.shape[1] if goal and t.goals is not None else 0
-    act_dim = t.n_actions or t.actions.shape[1]
-    model = build_model(cfg, values, origin, t.state_shape if t.stack else (t.states.shape[1] + goal_dim,), act_dim,
-                        t.n_actions is not None, t.max_ep_len, goal_dim).to(device)
-    if cfg.rtg_scale is None or not holds("rtg_scale", origin, t.source):
-        cfg.rtg_scale = env.scale(t.source) if env else max(1.0, float(t.returns.abs().max()))     # nothing known: returns of at most 1
-        origin["rtg_scale"] = "environment" if env else "data"
-    home = device
-    if t.stack and device.type == "cuda" and t.states.numel() > 0.5 * torch.cuda.mem_get_info()[0]:
-        home = torch.device("cpu")      # frames that would fill the GPU stay outside, and batches are sent in ahead of their use
-    if cfg.amp is None:
-        cfg.amp, origin["amp"] = bool(t.stack) or values["d"] >= 256 or cfg.compile, "size"
-    windows = Windows(t, values["context_len"], home, cfg.rtg_scale, cfg.reward_scale, values["max_ep_len"], goal)
-    # D4RL's AntMaze score is the success rate, not a return: here an episode goes on after success
-    meta = dict(
-        model=cfg.model, env=cfg.env if trajectories is None else t.dataset, dataset=t.dataset, source=t.source,
-        env_spec=data.sticky(t.env_spec, cfg.sticky) or t.env_spec,
-        layout=t.layout, state_shape=list(values["state_shape"]), clip_rewards=t.clip_rewards, goal=goal_dim > 0, state_mean=windows.mean,
-        state_std=windows.std, rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale,
-        act_dim=act_dim, n_actions=t.n_actions, action_start=t.action_start, action_low=t.action_low, action_high=t.action_high,
-        max_ep_len=values["max_ep_len"], ref=env.ref if env and env.family != "antmaze" else None,
-        starts=env.starts if env else {"random": None}, sample=cfg.sample,
-        seed=cfg.seed, step=0, headline=None, plan=[])
-    return model, windows, meta, t
+def acting_facts(settings, t):
+    """All that acting needs besides the weights, in tensors and plain Python; and where it comes from."""
+    cfg, sizes = settings.train, settings.model
+    env = envs.ENVS.get(cfg.env)
+    versions = {}
+    for name in DECIDE_SCORES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return dict(
+        model=cfg.model, env=t.dataset if cfg.env == "arrays" else cfg.env,
+        dataset=t.dataset, source=t.source, layout=t.layout,
+        env_spec=envs.sticky(t.env_spec, cfg.sticky) or t.env_spec,
+        goal=sizes.goal_dim > 0, goal_dim=None if sizes.goal == "none" else t.goal_dim,     # None: hidden
+        state_shape=list(sizes.state_shape), act_dim=sizes.act_dim, max_ep_len=sizes.max_ep_len,
+        rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale, clip_rewards=t.clip_rewards,
+        n_actions=t.n_actions, action_start=t.action_start,
+        action_low=t.action_low, action_high=t.action_high,
+        # D4RL's score of AntMaze is the success rate; here its episodes go on after success
+        ref=env.ref if env and env.family != "antmaze" else None,
+        starts=env.starts if env else {"random": None},
+        sample=cfg.sample, seed=cfg.seed, step=0, versions=versions)
 
 
-def choose_targets(cfg, origin, meta, t, env):
-    """Write into meta which returns to ask for, the headline among them, from which starts and in how many episodes; says why in a line."""
+def choose_targets(settings, t, env):
+    """Which returns to ask for: (settings with the targets, plan, headline, a line that says why)."""
+    cfg = settings.train
+    known = envs.ENVS.get(cfg.env)
+    starts = known.starts if known else {"random": None}
     returns, share, place = t.returns.double().numpy(), 95, " of clipped returns" if t.clip_rewards else ""
-    starts = list(meta["starts"])
-    if "far" in starts and t.goals is not None:
-        maze, pair = env.unwrapped.maze, meta["starts"]["far"]
+    if "far" in starts and t.goals is not None:     # the episodes between the far pair of cells
+        maze, pair = env.unwrapped.maze, starts["far"]
         near = torch.ones(len(t.lengths), dtype=torch.bool)
         for x, cell in ((t.states, pair["reset_cell"]), (t.goals, pair["goal_cell"])):
             centre = torch.as_tensor(maze.cell_rowcol_to_xy(np.array(cell)), dtype=torch.float32)
             near &= (x[t.starts[:-1], :2] - centre).abs().amax(1) < 0.5 * maze.maze_size_scaling
         if near.sum() >= 10:
             returns, share, place = returns[near.numpy()], 80, " of the far pair"
-    asked = cfg.targets and holds("targets", origin, meta["source"])
-    targets = list(cfg.targets) if asked else np.linspace(*np.percentile(returns, [5, 95]), 5).round(1).tolist()
-    headline = targets[0] if asked else targets[-1] if share == 95 else float(np.percentile(returns, share).round(1))
-    cfg.targets, origin["targets"] = tuple(targets), origin["targets"] if asked else "data"
-    meta["headline"] = headline
-    meta["plan"] = [(s, x, cfg.eval_episodes) for s in starts for x in dict.fromkeys(targets)]
-    if headline not in targets:
-        meta["plan"].insert(0, (starts[0], headline, 5 * cfg.eval_episodes))
-    return (f"targets {', '.join(f'{x:g}' for x in targets)}, headline {headline:g} "
-            f"({origin['targets'] if asked else f'{share}th percentile{place}; targets from its 5th to its 95th'})")
-
-
-def train(trajectories=None, resume=False, **given):
-    """Train and evaluate one run; given are the settings of the command line. Returns {"run", "rows", "best_rows", "meta", "seconds"}.
-
-    trajectories: a Trajectories of your own in place of an environment's data; only the presets "*" and "small" apply then.
-    """
-    with contextlib.ExitStack() as stack:
-        return train_in(stack, trajectories, resume, given)
-
-
-def train_in(stack, trajectories, resume, given):
-    """train, with the run folder's lock on the stack: an exception that is looked at later, as in a notebook, must not keep the lock."""
-    began = time.time()
-    cfg, values, origin = settings(given if trajectories is None else {"env": "arrays"} | given)
-    folder = stack.enter_context(hold(run_folder(cfg, resume))) if resume else None      # what cannot be resumed says so before the data load
-    if trajectories is None and cfg.env in data.ENVS:
-        with torch.device("meta"):      # no memory, no time: sizes that make no model say so before the data load, too
-            planned(cfg, dict(values), dict(origin))
-    model, windows, meta, t = prepare(cfg, values, origin, trajectories)
-    device = next(model.parameters()).device
-    generator = torch.Generator(windows.table.device).manual_seed(cfg.seed)         # draws batches and nothing else
-    optimizer = make_optimizer(model, cfg, device)
-    envs, note = [], "no evaluation"
-    if cfg.eval_episodes and meta["env_spec"] is not None:
-        envs.append(data.make_env(meta["env_spec"]))
-        check_environment(envs[0], meta)
-        note = "\n".join(filter(None, [choose_targets(cfg, origin, meta, t, envs[0]), data.describe(envs[0])]))
-    folder = folder or stack.enter_context(hold(run_folder(cfg, resume)))       # made no sooner: what fails above leaves no empty folder
-    if t.source == "d4rl" and cfg.env in data.ENVS and data.ENVS[cfg.env].note:
-        note += f"\nnote: {data.ENVS[cfg.env].note}"
-    where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name()})"
-    print(f"{title(meta)}\n{t.summary()}\n{note}\n{cfg.steps:,} updates of {cfg.batch_size} windows of {values['context_len']} steps, "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters, on {where}\n"
-          f"settings by where they come from\n{describe(cfg, values, origin)}\nrun folder {folder}", flush=True)
-    log = Log(folder / "log.csv", meta)
-    # what decides the numbers; a run is only continued with the same
-    fixed = {k: x for k, x in (dataclasses.asdict(cfg) | values).items() if k not in ("device", "out", "run", "data", "amp", "graph", "compile")}
-    some = t.states[::97] if t.stack else t.states      # gigabytes of frames take long to add up
-    fixed |= dict(dataset=t.dataset, data_source=t.source, transitions=len(t), sum_of_states=float(some.sum(dtype=torch.float64)),
-                  sum_of_rewards=float(t.rewards.sum(dtype=torch.float64)))
-    done, best, sums, count = 0, None, {}, 0
-    if resume:
-        state = read_checkpoint(folder / "last.pt", device, fixed)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["generator"].cpu())
-        torch.set_rng_state(state["torch_rng"].cpu())
-        if device.type == "cuda" and state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"].cpu())
-        done, best, sums, count, log.columns, log.rows = (state[k] for k in ("step", "best", "sums", "count", "columns", "rows"))
-        print(f"resuming after update {done:,}", flush=True)
-
-    def save(which="last", **more):
-        meta["step"] = done
-        content = dict(model=model.state_dict(), model_config=values, settings=fixed, meta=meta, step=done, **more)
-        write_atomically(folder / f"{which}.pt", lambda path: torch.save(content, path))
-
-    def save_all():
-        log.write()
-        save(optimizer=optimizer.state_dict(), generator=feed.state if feed else generator.get_state(), torch_rng=torch.get_rng_state(), best=best,
-             sums=sums, count=count, columns=log.columns, rows=log.rows, cuda_rng=torch.cuda.get_rng_state() if device.type == "cuda" else None)
-
-    def play(plan, player=model, checkpoint="last", step=None):
-        rows = evaluate(player, meta, plan, cfg.seed, envs, cfg.sample)
-        for row in rows:
-            log.add(step=step or done, checkpoint=checkpoint, **{k: x for k, x in row.items() if k not in ("returns", "achieved")})
-        return rows
-
-    model.train()
-    feed = Prefetch(windows, cfg.batch_size, generator, device) if windows.table.device != device else None
-    step = make_step(model, windows, optimizer, cfg, generator, feed)
-    log_every, save_every = max(1, cfg.steps // 100), max(1, cfg.steps // 20)
-    eval_every = max(1, cfg.steps // 4) if cfg.eval_every is None else cfg.eval_every
-    quick = [(s, x, min(n, 10)) for s, x, n in meta["plan"] if s == list(meta["starts"])[-1]]       # played on the way
-    stop, started, first = Stopper(), time.time(), done
-    with stop, tqdm(total=cfg.steps, initial=done, unit="update", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-        while done < cfg.steps and not stop.asked:
-            lr = learning_rate(cfg, done)
-            set_learning_rate(optimizer, lr)
-            for k, x in step().items():
-                sums[k] = sums[k] + x if k in sums else x.clone()
-            done, count = done + 1, count + 1
-            bar.update()
-            if bar.disable and done == first + 20:
-                print(f"about {(time.time() - started) / 20 * (cfg.steps - done) / 60:.1f} minutes to train", flush=True)
-            if done % log_every == 0 or done == cfg.steps:
-                mean = {k: float(x) / count for k, x in sums.items()}
-                if not math.isfinite(mean["loss"]):
-                    raise UserError(f"the loss is {mean['loss']} at update {done}: training has diverged; a smaller --lr may help")
-                log.add(step=done, lr=lr, **mean)
-                sums, count = {}, 0
-                bar.set_postfix(loss=f"{mean['loss']:.4f}")
-                if bar.disable and done % (10 * log_every) == 0:
-                    print(f"update {done:6,}  loss {mean['loss']:.4f}  {(done - first) / (time.time() - started):.1f} updates/s", flush=True)
-            if quick and eval_every and done % eval_every == 0 and done < cfg.steps:
-                value = quality(play(quick), meta)
-                if best is None or value > best:
-                    best = value
-                    save("best")
-            if done % save_every == 0 or done == cfg.steps:
-                save_all()
-    if stop.asked and done < cfg.steps:
-        save_all()
-        print(f"stopped after update {done:,}; the same command with --resume goes on", flush=True)
-        sys.exit(130)
-
-    result = dict(run=folder, rows=[], best_rows=[], meta=meta, seconds=time.time() - began)
-    text = f"{title(meta)}, seed {cfg.seed}\ntrained in {time.time() - started:.0f} s on {where}"
-    if meta["plan"]:
-        rows = result["rows"] = play(meta["plan"])
-        value = quality(rows, meta)
-        if best is None or value >= best:
-            best = value
-            save("best")
-        text += f"\nlast checkpoint (update {done:,})\n{table(rows, meta['headline'])}"
-        if not (folder / "best.pt").is_file():
-            save("best")
-        best_model, best_meta = load_run(folder, "best", device)
-        best_step = best_meta["step"]
-        if best_step == done:
-            text += "\nthe best checkpoint is the last"
-        else:
-            plan = [p for p in meta["plan"] if p[1] == meta["headline"]][:1]
-            result["best_rows"] = play(plan, best_model, "best", best_step)
-            text += f"\nbest checkpoint (update {best_step:,}, chosen on the way)\n{table(result['best_rows'], meta['headline'])}"
-        write_atomically(folder / "targets.png", lambda path: plot_targets(rows, path, title(meta)))
-        write_atomically(folder / "table.txt", lambda path: path.write_text(text + "\n", encoding="utf-8"))
-    log.write()
-    write_atomically(folder / "curve.png", lambda path: plot_curve(log.rows, path))
-    result["seconds"] = time.time() - began
-    files = "last.pt, log.csv, curve.png" + (", best.pt, targets.png, table.txt" if meta["plan"] else "")
-    print(f"\n{text}\n{result['seconds']:.0f} s in all; {folder} holds {files}", flush=True)
-    return result
-
-
-def check_environment(env, meta):
-    """Refuse, before training, an environment whose states or actions are not those of the data."""
-    state, goal = data.observe(env.reset(seed=0)[0], meta["layout"])
-    if meta["layout"]["stack"]:
-        got, want = list(state.shape), meta["state_shape"][1:]
+    if cfg.targets:
+        targets = list(cfg.targets)
+        headline, why = targets[0], settings.origin["targets"]
     else:
-        got, want = len(state) + (len(goal) if meta["goal"] else 0), len(meta["state_mean"])
-    space = env.action_space
-    actions = getattr(space, "n", None) if meta["n_actions"] else (space.shape or [0])[-1]
-    if got != want or actions != meta["act_dim"]:
-        raise UserError(f"{meta['dataset']} does not fit its environment: states have {want} numbers there and {got} in the environment; actions "
-                        f"{meta['act_dim']} and {space}")
+        targets = np.linspace(*np.percentile(returns, [5, 95]), 5).round(1).tolist()
+        headline = targets[-1] if share == 95 else float(np.percentile(returns, share).round(1))
+        why = f"{share}th percentile{place}; targets from its 5th to its 95th"
+        settings = settings.replace("data", targets=tuple(targets))
+    plan = [(s, x, cfg.eval_episodes) for s in starts for x in dict.fromkeys(targets)]
+    if headline not in targets:
+        plan.insert(0, (list(starts)[0], headline, 5 * cfg.eval_episodes))
+    text = f"targets {', '.join(f'{x:g}' for x in targets)}, headline {headline:g} ({why})"
+    return settings, plan, headline, text
 
 
-def read_checkpoint(path, device, fixed):
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        old, _ = state["settings"], state["optimizer"]
-    except Exception as e:      # torch raises what the damage happens to cause
-        raise UserError(f"{path} cannot be read ({type(e).__name__}: {str(e)[:200]})") from e
-    changed = [f"{k} was {old.get(k)} and is now {x}" for k, x in fixed.items() if old.get(k) != x]
-    if changed:
-        raise UserError(f"{path.parent} was started with other settings: {'; '.join(changed)}\nTo resume another run, name its folder with --run")
-    return state
+# ------------------------------------------------------------------- training
 
+@contextlib.contextmanager
+def signals():
+    """A list that Ctrl-C and kill put something into; a second Ctrl-C ends at once."""
+    asked, old = [], {}
 
-def quality(rows, meta):
-    """What "best" is chosen by: success where there is one, then the return, from the last start at the target nearest the headline."""
-    row = min((r for r in rows if r["start"] == list(meta["starts"])[-1]), key=lambda r: abs(r["target"] - meta["headline"]))
-    return [row["success"] or 0.0, row["return_mean"]]
-
-
-class Stopper:
-    """Ctrl-C and kill let the current update finish and a checkpoint be written; a second Ctrl-C ends at once."""
-
-    def __init__(self):
-        self.asked, self.old = False, {}
-
-    def ask(self, number, frame):
-        if self.asked:
+    def ask(number, frame):
+        if asked:
             raise KeyboardInterrupt
-        self.asked = True
-
-    def __enter__(self):
-        try:
-            self.old = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:      # not the main thread: whoever runs us handles signals
-            pass
-        return self
-
-    def __exit__(self, *_):
-        for s, handler in self.old.items():
-            signal.signal(s, handler)
+        asked.append(number)
+    with contextlib.suppress(ValueError):       # not the main thread: whoever runs us handles signals
+        old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
-# --------------------------------------------------------------------------- without training
+FREE = {"device", "data", "amp", "graph", "compile"}        # what may change when a run goes on
+
+
+def read_checkpoint(folder, given):
+    """(settings, state) of a run to go on with. Raises UserError if it cannot be."""
+    file = folder / "last.pt"
+    if not file.is_file():
+        raise UserError(f"nothing to resume: {file} does not exist")
+    if others := given.keys() - FREE:
+        raise UserError(f"--resume takes its settings from the run; leave out --{' --'.join(sorted(others))}")
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        parts, _ = state["settings"], state["optimizer"]
+        settings = config.Settings.of(parts["train"] | parts["model"], parts["origin"])
+    except Exception as error:      # torch raises what the damage happens to cause
+        raise UserError(f"{file} cannot be read ({short(error)})") from error
+    hints = typing.get_type_hints(config.TrainConfig)
+    given = {key: config.typed(key, x, hints[key]) for key, x in given.items()}
+    return settings.replace("command line", **given), state
+
+
+def train(trajectories=None, resume=None, **given):
+    """Train, evaluate, and write a run folder. given: fields of TrainConfig and of the model's Config.
+
+    trajectories: data of your own in place of a data set. resume: the folder of a run to go on with.
+    Returns {"run" (its folder), "rows", "best_rows" (see eval.evaluate), "meta", "seconds"}.
+    Raises UserError for what the user can put right. Ctrl-C leaves a checkpoint and raises SystemExit(130).
+    """
+    began = time.time()
+    if resume:
+        folder = Path(resume).expanduser()
+        folder = folder.parent if folder.suffix == ".pt" else folder
+        settings, _ = read_checkpoint(folder, given)
+    else:
+        settings = config.resolve(given if trajectories is None else {"env": "arrays"} | given)
+    run, text = begin(settings, trajectories)
+    cfg = run.cfg
+    run.folder = folder if resume else new_folder(cfg)      # not before all of the above has worked
+    try:
+        with hold(run.folder), signals() as asked:
+            if resume:      # read again: another process may have gone on in the meantime
+                resume_run(run)
+                text += f"\nresuming after update {run.done:,}"
+            seconds, where = advance(run, text, asked)
+            if run.done < cfg.steps:
+                run.save()
+                print(f"stopped after update {run.done:,}; python train.py --resume {run.folder} goes on")
+                sys.exit(130)
+            text = f"{title(run.meta)}, seed {cfg.seed}\ntrained in {seconds:.0f} s on {where}"
+            rows, best_rows, tables = run.finish()
+            files = "last.pt, log.csv, curve.png"
+            if rows:
+                files += ", best.pt, targets.png, table.txt"
+                (run.folder / "table.txt").write_text(f"{text}{tables}\n", encoding="utf-8")
+            seconds = time.time() - began
+            print(f"\n{text}{tables}\n{seconds:.0f} s in all; {run.folder} holds {files}", flush=True)
+    except BaseException:
+        if not (run.folder / "last.pt").exists():       # nothing to go on with
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
+    return dict(run=run.folder, rows=rows, best_rows=best_rows, meta=run.meta, seconds=seconds)
+
+
+def resume_run(run):
+    _, state = read_checkpoint(run.folder, {})
+    try:
+        run.load(state)
+    except UserError:
+        raise
+    except Exception as error:      # parts that do not fit each other
+        raise UserError(f"{run.folder / 'last.pt'} cannot be gone on with ({short(error)})") from error
+
+
+def advance(run, text, asked):
+    """Train to the end, or until a signal; returns (seconds, on what). text: what to print before."""
+    cfg = run.cfg
+    where = f"{run.device}, {torch.get_num_threads()} threads"
+    if run.device.type == "cuda":
+        where = f"{run.device} ({torch.cuda.get_device_name()})"
+    windows = f"{cfg.batch_size} windows of {run.settings.model.context_len} steps"
+    numbers = sum(p.numel() for p in run.model.parameters())
+    print(f"{text}\n{cfg.steps:,} updates of {windows}, {numbers:,} parameters, on {where}\n"
+          f"settings by where they come from\n{run.settings.describe()}\nrun folder {run.folder}", flush=True)
+    started, first, quiet = time.time(), run.done, not sys.stderr.isatty()
+    with tqdm(total=cfg.steps, initial=first, unit="update", disable=quiet, dynamic_ncols=True) as bar:
+        while run.done < cfg.steps and not asked:
+            run.tick()
+            bar.update()
+            loss = f"loss {run.loss:.4f}"
+            bar.set_postfix_str(loss, refresh=False)
+            speed = (run.done - first) / (time.time() - started)        # updates a second
+            if quiet and run.done == first + 20:
+                print(f"about {(cfg.steps - run.done) / speed / 60:.1f} minutes to train", flush=True)
+            if quiet and run.done % (10 * max(1, cfg.steps // 100)) == 0:
+                print(f"update {run.done:6,}  {loss}  {speed:.1f} updates/s", flush=True)
+    return time.time() - started, where
+
+
+def begin(settings, trajectories=None):
+    """(a Run without a folder, a text about its data and targets). Nothing is written yet."""
+    cfg, t = settings.train, trajectories
+    env = envs.ENVS.get(cfg.env)
+    config.pick_device(cfg.device)
+    if cfg.sticky and env and env.family != "atari":
+        raise UserError("--sticky is for Atari games")
+    if t is None:
+        if cfg.env == "arrays":
+            raise UserError("this run learnt from arrays of your own: train(trajectories, resume=its folder)")
+        if env:
+            config.check_model(config.fitted(settings, env))        # before the data load
+        t = data.load(cfg.env, cfg.source, cfg.data, settings.model.goal != "none", cfg.transitions)
+    if cfg.pct_traj < 1:
+        t = t.top(cfg.pct_traj)
+    settings = config.completed(settings, t, t.source)
+    config.check_model(settings)
+    notes, plan, headline, run_envs = ["no evaluation"], [], None, []
+    if cfg.eval_episodes and t.env_spec is not None:
+        run_envs = [envs.make(envs.sticky(t.env_spec, cfg.sticky) or t.env_spec)]
+        check_environment(run_envs[0], acting_facts(settings, t))
+        settings, plan, headline, why = choose_targets(settings, t, run_envs[0])
+        notes = [why, envs.describe(run_envs[0])]
+    if t.source == "d4rl" and env and env.note:
+        notes.append(f"note: {env.note}")
+    rows = settings.model.max_ep_len
+    if rows < t.lengths.max():
+        notes.append(f"note: episodes have up to {t.lengths.max()} steps, the timestep table {rows} rows: "
+                     "later steps share the last one")
+    if rows > 30_000:
+        notes.append(f"note: the timestep table has {rows:,} rows; --max_ep_len N lets later steps share one")
+    run = Run(settings, t, plan, headline)
+    run.envs = run_envs
+    return run, "\n".join(filter(None, [title(run.meta), t.summary(), *notes]))
+
+
+# ------------------------------------------------------------------- without training
+
+def counters(model, sizes):
+    """{"params": all, "mixer_params": those that mix tokens, "macs": multiply-accumulates of one window}."""
+    from torch.utils.flop_counter import FlopCounterMode
+    device, K = next(model.parameters()).device, sizes.context_len
+    frames = len(sizes.state_shape) == 3
+    batch = dict(
+        states=torch.zeros(1, K, *sizes.state_shape, dtype=torch.uint8 if frames else torch.float32),
+        actions=torch.zeros(1, K, dtype=torch.int64) if sizes.discrete else torch.zeros(1, K, sizes.act_dim),
+        rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1),
+        timesteps=torch.arange(K)[None], mask=torch.ones(1, K, dtype=torch.bool))
+    training = model.training
+    plain = nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH)      # the counter knows no fused attention
+    with torch.no_grad(), plain, FlopCounterMode(display=False) as flops:
+        model.train()(**{key: x.to(device) for key, x in batch.items()})
+    model.train(training)
+    params = {name: p.numel() for name, p in model.named_parameters()}
+    mixers = sum(n for name, n in params.items() if ".mixer." in name)
+    return dict(params=sum(params.values()), mixer_params=mixers, macs=flops.get_total_flops() // 2)
+
+
+def random_numbers(env):
+    """Trajectories of an environment's shapes that hold nothing to learn."""
+    g = np.random.default_rng(0)
+    T = min(1000, env.max_ep_len)
+    N = T * (20 if env.stack else 200)
+    states = g.standard_normal((N, env.state_dim), np.float32)
+    if env.stack:
+        states = g.integers(0, 256, (N, *env.state_shape[1:]), np.uint8)
+    actions = g.integers(0, env.act_dim, N) if env.discrete else g.uniform(-1, 1, (N, env.act_dim))
+    return data.Trajectories(
+        states, actions, g.standard_normal(N), [T] * (N // T), dataset="random numbers", max_ep_len=T,
+        stack=env.stack, goals=g.standard_normal((N, env.goal_dim)) if env.goal_dim else None,
+        n_actions=env.act_dim if env.discrete else None)
+
 
 def bench(updates, given):
-    """Time whole updates, batch sampling included, on random data of the environment's shape; the last line printed is JSON."""
-    cfg, values, origin = settings(given)
-    env, g = data.get_env(cfg.env), np.random.default_rng(0)
-    N, T = (20_000, 1000) if env.stack else (200_000, env.max_ep_len)
-    E = -(-N // T)
-    goals = g.standard_normal((E * T, env.goal_dim), np.float32) if env.goal_dim else None
-    states = g.integers(0, 256, (E * T, *env.state_shape[1:]), np.uint8) if env.stack else g.standard_normal((E * T, env.state_dim), np.float32)
-    actions = g.integers(0, env.act_dim, E * T) if env.discrete else g.uniform(-1, 1, (E * T, env.act_dim))
-    t = data.Trajectories(states, actions, g.standard_normal(E * T, np.float32), [T] * E, goals=goals, dataset="random numbers", max_ep_len=T,
-                          n_actions=env.act_dim if env.discrete else None, stack=env.stack)
-    model, windows, _, _ = prepare(cfg, values, origin, t)
-    device = next(model.parameters()).device
-    sizes = counters(model, values)
-    model.train()
-    optimizer = make_optimizer(model, cfg, device)
-    set_learning_rate(optimizer, cfg.lr)
-    step = make_step(model, windows, optimizer, cfg, torch.Generator(device).manual_seed(cfg.seed))
-    cuda = device.type == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    for _ in range(min(20, updates)):
-        step()
-    wait()
+    """Time whole updates, sampling included, on random data of the environment's shapes; ends with JSON."""
+    settings = config.resolve(given | dict(eval_episodes=0))
+    run, _ = begin(settings, random_numbers(envs.get_env(settings.train.env)))
+    cfg, sizes = run.cfg, counters(run.model, run.settings.model)
+    cuda = run.device.type == "cuda"
     times = []
-    for _ in range(updates):
-        begin = time.perf_counter()
-        step()
-        wait()
-        times.append(1e3 * (time.perf_counter() - begin))
-    ms = float(np.median(times))
+    for _ in range(min(20, updates) + updates):
+        start = time.perf_counter()
+        run.update()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    ms = float(np.median(times[-updates:]))
+    device, peak = f"{run.device}, {torch.get_num_threads()} threads", None
+    with contextlib.suppress(ImportError):      # Windows has no such module
+        import resource
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     if cuda:
-        peak = torch.cuda.max_memory_reserved() / 2**20
-    else:
-        import resource  # Unix only
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    print(describe(cfg, values, origin))
-    print(json.dumps(dict(model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **sizes, peak_mib=round(peak),
-                          batch_size=cfg.batch_size, context_len=values["context_len"], torch=torch.__version__,
-                          device=torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads")))
+        device, peak = torch.cuda.get_device_name(), torch.cuda.max_memory_reserved() / 2**20
+    print(run.settings.describe())
+    print(json.dumps(dict(
+        model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **sizes,
+        peak_mib=peak and round(peak), batch_size=cfg.batch_size, context_len=run.settings.model.context_len,
+        torch=torch.__version__, device=device)))
 
 
 def show(given):
-    """Print every setting and where it came from, and the size of the model where the environment is one of data.ENVS."""
-    cfg, values, origin = settings(given)
-    env, sizes = data.ENVS.get(cfg.env), None
-    if env:
-        sizes = counters(planned(cfg, values, origin), values)
-        if cfg.rtg_scale is None or not holds("rtg_scale", origin, cfg.source):
-            cfg.rtg_scale, origin["rtg_scale"] = env.scale(cfg.source), "environment"
-        if not holds("targets", origin, cfg.source):
-            cfg.targets, origin["targets"] = None, "data, when it is loaded"
-    for key, x in (dataclasses.asdict(cfg) | values).items():
-        print(f"{key:16s} {str(x):28s} {origin[key]}")
+    """Print every setting and where it came from, and the model's size where the environment is known."""
+    settings, sizes = config.resolve(given), {}
+    if env := envs.ENVS.get(settings.train.env):
+        settings = config.completed(settings, env, settings.train.source)
+        sizes = counters(config.model_of(settings), settings.model)
+    for key, x in settings.values().items():
+        print(f"{key:16s} {str(x):28s} {settings.origin[key]}")
     if sizes:
-        print(", ".join(f"{x:,} {k}" for k, x in sizes.items()))
+        print(", ".join(f"{x:,} {key}" for key, x in sizes.items()))
 
-
-# --------------------------------------------------------------------------- command line
 
 def main():
-    options, given = parse(sys.argv[1:])
+    usage = "python train.py [--name value ...]"
+    parser = Parser(description=__doc__, usage=usage, argument_default=argparse.SUPPRESS)
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--show", action="store_true", help="print every setting and where it came from")
+    way.add_argument("--bench", type=int, metavar="N", help="time N updates; no evaluation")
+    way.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
+    way.add_argument("--seeds", type=int, nargs="+", help="train a run for each seed, print one table")
+    options, given = config.parse(sys.argv[1:], parser)
     torch.set_float32_matmul_precision("high")
-    if options["show"]:
+    if "show" in options:
         show(given)
-    elif options["bench"] is not None:
+    elif "bench" in options:
         if options["bench"] < 1:
             raise UserError("--bench needs a number of updates")
         bench(options["bench"], given)
-    elif options["seeds"]:
-        if len(set(options["seeds"])) < len(options["seeds"]):
-            raise UserError("--seeds names a seed twice")
-        results = []
-        for s in options["seeds"]:
-            one = given | {"seed": s} | ({"run": f"{given['run']}-s{s}"} if given.get("run") else {})
-            try:        # of several seeds, those not yet begun start now
-                results.append(train(resume=bool(options["resume"]), **one))
-            except NothingToResume:
-                results.append(train(**one))
-        if results[0]["rows"]:
-            print("\n" + seeds_table([r["rows"] for r in results]))
+    elif "seeds" in options:
+        seeds, name = options["seeds"], given.get("run")
+        if len(set(seeds)) < len(seeds) or "seed" in given:
+            raise UserError("--seeds names each seed once, and goes without --seed")
+        todo = [given | {"seed": s} | ({"run": f"{name}-s{s}"} if name else {}) for s in seeds]
+        for one in todo:
+            config.resolve(one)
+        runs = [train(**one) for one in todo]
+        if runs[0]["rows"]:
+            print("\n" + seeds_table([r["rows"] for r in runs]))
     else:
-        train(resume=bool(options["resume"]), **given)
+        train(resume=options.get("resume"), **given)
 
 
 if __name__ == "__main__":
-    data.run_command(main)
+    run_command(main)

@@ -1,14 +1,23 @@
-"""Decision Transformer (Chen et al., 2021, arXiv 2106.01345): choose the action that goes with the return you ask for.
+"""Decision Transformer (Chen et al., 2021, arXiv 2106.01345).
 
-Three tokens a step, R_t s_t a_t, run through a causal GPT-2; the output at s_t predicts a_t. R_t is the return-to-go: at test
-time it starts as the return you want and the rewards you collect are taken off. One file, torch only: copy it where you need it.
+Ask for a return, and get the action that goes with it. An episode is a sequence of tokens; a causal
+transformer, GPT-2, predicts each action from all tokens before it in the last K steps:
 
-    python dt.py        fits one random batch and prints the loss
+    R1   s1   a1   R2   s2   a2   R3   s3   a3      return-to-go, state and action: a token each
+    └────┴────┴────┴────┴────┴────┴────┤
+                                   attention of s3  to itself and to the tokens before it
+                                       │
+                                      MLP           this block three times, and the output at s3 predicts a3
 
-B batch, K context steps, L tokens (3K), H heads, d width, S state size, A action size, G goal size; frames are C x height x width.
+R is the sum of the rewards to come. In acting it starts as the return that you want, and each reward that you
+get is taken off.
+
+    python dt.py        learns one random batch by heart and prints the loss
+
+B batch, K context steps, L tokens (3K), d width, S, A, G sizes of state, action and goal.
 """
+
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,330 +27,347 @@ from torch import nn
 
 @dataclass
 class Config:
-    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's G numbers included where there is a goal; or (C, height, width): C stacked frames
-    act_dim: int = 3                        # A numbers, or A choices if discrete
+    # what the data decide
+    state_shape: tuple[int, ...] = (11,)    # (S,), goal included; or (C, height, width): C stacked frames
+    act_dim: int = 3                        # A numbers in [-1, 1]; or A choices, if discrete
     discrete: bool = False
-    context_len: int = 20                   # K
-    max_ep_len: int = 1000                  # rows of the timestep table; later steps share its last row
-    n_layer: int = 3
-    n_head: int = 1
-    d: int = 128
+    goal_dim: int = 0                       # G, the last numbers of the state, where there is a goal
+    max_ep_len: int = 1000                  # rows of the timestep table; later steps share its last
+    # sizes
+    context_len: int = 20                   # K, the steps that a prediction may depend on
+    n_layer: int = 3                        # blocks
+    n_head: int = 1                         # heads of attention
+    d: int = 128                            # width of a token
     dropout: float = 0.1
-    activation: Literal["relu", "gelu"] = "relu"
-    condition: Literal["rtg", "reward", "none"] = "rtg"     # first token: return-to-go, the previous reward, or no token (BC)
+    activation: Literal["relu", "gelu"] = "relu"            # of the MLPs
+    # switches of papers that compare themselves with DT
+    condition: Literal["rtg", "reward", "none"] = "rtg"     # a step's first token; none: behaviour cloning
     use_actions: bool = True                # False: no action tokens (DC paper, Table 12)
-    goal_dim: int = 0                       # G, the last G numbers of the state
-    goal: Literal["none", "state", "action", "rtg", "embed"] = "state"     # which token reads the goal (LSDT paper, B.5)
-    mixer: Literal["attention", "direct", "none"] = "attention"            # direct: DC paper, Fig. 3; none: its Appendix G
+    mixer: Literal["attention", "direct", "none"] = "attention"     # DC paper: direct Fig. 3, none G.3
     projection: bool = True                 # attention's last linear layer (DC paper, Table 13)
-    position: Literal["timestep", "window"] = "timestep"    # window: the token's place in it, and the timestep of its first step (Atari)
-    timestep_std: float = 1.0               # spread of the timestep table at initialisation
-    encoder: Literal["conv", "patch"] = "conv"              # of frames; patch: StARformer paper, Table 2, "DT with ViT"
-    patch: int = 7                          # its patches' side in pixels
-
-
-PRESETS = {     # fields of Config, and of train.py's TrainConfig
-    "*": dict(      # the released gym code; table and code agree except where noted
-        n_layer=3, n_head=1, d=128, context_len=20, dropout=0.1, activation="relu", batch_size=64, lr=1e-4,
-        weight_decay=1e-4, betas=(0.9, 0.999), clip=0.25, steps=100_000, schedule="constant", eval_episodes=100,
-        warmup=10_000,                      # NOTE(paper): the table prints 100,000; every code base of the family uses 10,000
-        timestep_std=1.0,                   # NOTE(code): torch's default; it outweighs every other embedding at the start
-    ),
-    "hopper": dict(targets=(3600.0, 1800.0)),
-    "halfcheetah": dict(targets=(6000.0, 12000.0)),     # the paper's; the code plays 12000 first
-    "walker2d": dict(targets=(5000.0, 2500.0)),
-    "antmaze": dict(activation="gelu", batch_size=128, lr=4e-4, weight_decay=3e-4, targets=(1.0,)),   # LSDT paper's DT baseline
-    "maze2d": dict(activation="gelu", rtg_scale=1.0, targets=(280.0, 140.0)),      # to relocate: targets, scale and GELU of CORL's configurations
-    "pen": dict(activation="gelu", rtg_scale=1.0, targets=(3100.0, 1550.0)),
-    "door": dict(activation="gelu", rtg_scale=1.0, targets=(2900.0, 1450.0)),
-    "hammer": dict(activation="gelu", rtg_scale=1.0, targets=(12800.0, 6400.0)),
-    "relocate": dict(activation="gelu", rtg_scale=1.0, targets=(4300.0, 2150.0)),
-    "atari": dict(      # Atari, Tables 8 and 9 of its appendix and the released code; steps: 5 epochs of 500,000 windows
-        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, activation="gelu", position="window", timestep_std=0.0, batch_size=128,
-        lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=19_530, warmup=3, schedule="cosine",
-        # NOTE(paper): the rate is to end after 2 * 500,000 * K tokens, two of the five epochs; code: after six, and it climbs again from
-        # there. Here the cosine spans the run and stays at its floor
-        lr_floor=0.1, rtg_scale=1.0, eval_episodes=10, sample=True,
-    ),
-    "breakout": dict(targets=(90.0,)),
-    # NOTE(paper): targets in raw points, while the data's rewards are clipped; code: qbert 14000, seaquest 1150
-    "qbert": dict(targets=(2500.0,)),
-    "pong": dict(context_len=50, batch_size=512, steps=4_880, targets=(20.0,)),
-    "seaquest": dict(targets=(1450.0,)),
-    "dmc": dict(        # StARformer paper's DT baseline: Table 5 in its appendix, batch size and updates as its Atari runs
-        n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, activation="gelu", position="window", timestep_std=0.0, batch_size=64,
-        lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=15_620, warmup=5, schedule="cosine", lr_floor=0.1,
-        eval_episodes=10,
-    ),
-    "small": dict(  # ours: minutes on a laptop. Short context and a narrow timestep table decide whether it follows its target
-        n_layer=2, d=64, context_len=3, dropout=0.0, activation="relu", timestep_std=0.1, batch_size=106, steps=3700, lr=1.5e-3,
-        warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,        # None: the environment's
-    ),
-    "small-frames": dict(   # ours, on top of "small": as StARformer's
-        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0, sample=False,
-    ),
-}
-
-
-class FrameEncoder(nn.Module):
-    """The convolutions of the DQN (Mnih et al., 2015) and one linear layer: frames (B, K, C, height, width), 0 to 255, to (B, K, d)."""
-
-    def __init__(self, shape, d):
-        super().__init__()
-        C, *sides = shape
-        rows, columns = ((((n - 8) // 4 + 1) - 4) // 2 + 1 - 2 for n in sides)
-        if min(rows, columns) < 1:
-            raise ValueError(f"frames of {sides[0]} x {sides[1]} pixels are too small for the convolutions: 36 x 36 at least")
-        self.first, self.conv2, self.conv3 = nn.Conv2d(C, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
-        self.fc = nn.Linear(64 * rows * columns, d)
-
-    def encode(self, x):
-        return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
-
-    def start(self, x, s):
-        """The first convolution of frames x (N, C, height, width). Blocks of s x s pixels become channels: the same sums, and if s is the
-        stride, a shape that GPUs are quick at."""
-        first, (height, width), device = self.first, x.shape[-2:], x.device.type
-        w = first.weight.unflatten(3, (-1, s)).unflatten(2, (-1, s)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)    # (out, C s s, rows, columns)
-        x = F.pixel_unshuffle(x[..., : height - height % s, : width - width % s], s)
-        x = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype, memory_format=torch.channels_last)
-        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
-        return F.conv2d(x, w / 255, first.bias, first.stride[0] // s)
-
-    def forward(self, x, memory=None):
-        """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
-        old = None
-        if memory and x.shape[1] > 1:
-            old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
-        y = self.encode(self.start(x.flatten(0, 1), self.first.stride[0] if x.is_cuda else 1)).unflatten(0, x.shape[:2])
-        y = y if old is None else torch.cat([old, y], 1)
-        if memory is not None:
-            memory["frames"] = y
-        return y
-
-
-class ViT(FrameEncoder):
-    """The same by patches that attend to each other (StARformer paper, Table 2, "DT with ViT").
-
-    NOTE(paper): only the patches and 13 million parameters in all are given. We take the trunk's own layers, heads and width, and lay the
-    patches side by side before the last linear layer, as that paper does with a step's tokens: 10.9 million at its sizes.
-    """
-
-    def __init__(self, cfg):
-        nn.Module.__init__(self)
-        C, height, width = cfg.state_shape
-        if height % cfg.patch or width % cfg.patch:
-            raise ValueError(f"patch={cfg.patch} does not divide frames of {height} x {width} pixels")
-        n, d = height * width // cfg.patch ** 2, cfg.d
-        self.first = nn.Conv2d(C, d, cfg.patch, cfg.patch)      # a linear layer on each patch
-        self.place, self.drop = nn.Parameter(torch.zeros(n, d)), nn.Dropout(cfg.dropout)
-        layer = dict(d_model=d, nhead=cfg.n_head, dim_feedforward=4 * d, dropout=cfg.dropout, activation=cfg.activation)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(**layer, batch_first=True, norm_first=True) for _ in range(cfg.n_layer))
-        self.norm, self.fc = nn.LayerNorm(d), nn.Linear(n * d, d)
-
-    def encode(self, x):
-        x = self.drop(x.flatten(2).transpose(1, 2) + self.place)                            # (frames, patches, d)
-        for layer in self.layers:
-            x = layer(x)
-        return self.fc(self.norm(x).flatten(1))
+    goal: Literal["none", "state", "action", "rtg", "embed"] = "state"      # what reads it (LSDT paper, B.5)
+    encoder: Literal["conv", "patch"] = "conv"              # of frames (StARformer paper, Table 2)
+    patch: int = 7                          # pixels of a patch's side
+    # the released code's, for Atari
+    position: Literal["timestep", "window"] = "timestep"    # window: the place in the window
+    # ours
+    timestep_std: float = 1.0               # spread of the timestep table at the start; released: 1
 
 
 class Attention(nn.Module):
-    """Causal self-attention over L tokens. rows: a slice of the positions whose output is wanted; None means all of them."""
+    """Causal self-attention: each token reads itself and the tokens before it. (B, L, d) to (B, L, d)."""
 
-    def __init__(self, d, n_head, dropout, projection=True):
+    def __init__(self, d, n_head, dropout):
         super().__init__()
-        self.n_head, self.dropout = n_head, dropout
-        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d) if projection else nn.Identity()
+        self.n_head = n_head
+        self.dropout = dropout
+        self.qkv = nn.Linear(d, 3 * d)
+        self.proj = nn.Linear(d, d)
 
-    def forward(self, x, rows=None):
-        B, L, d = x.shape
-        if rows is None:
-            q, k, v = self.qkv(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)     # 3 x (B, H, L, d/H)
-            mask = None
-        else:   # queries for the wanted rows only: exact, and cheaper, since nobody reads the others
-            w, b = self.qkv.weight, self.qkv.bias
-            q = F.linear(x[:, rows], w[:d], b[:d]).view(B, -1, self.n_head, d // self.n_head).transpose(1, 2)   # (B, H, rows, d/H)
-            k, v = F.linear(x, w[d:], b[d:]).view(B, L, 2, self.n_head, -1).permute(2, 0, 3, 1, 4)              # 2 x (B, H, L, d/H)
-            mask = torch.ones(L, L, dtype=torch.bool, device=x.device).tril()[rows]                             # (rows, L)
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
-        return self.proj(y.transpose(1, 2).flatten(2))                                      # (B, L or rows, d)
+    def forward(self, x):
+        # each (B, n_head, L, d / n_head)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class DirectMixer(nn.Module):
-    """One learned lower-triangular matrix for all inputs in place of softmax(QK'), and V (DC paper, Fig. 3b)."""
+    """One learned lower-triangular matrix A for all inputs, in place of softmax(QK') (DC paper, Fig. 3b).
+
+    NOTE(paper): it names A and V only; so there is no output projection, which attention has. How A starts is
+    not told: here as the average over the past.
+    """
 
     def __init__(self, d, length):
         super().__init__()
-        # NOTE(paper): initialisation and row sums are not given. We start from the plain average over the past, as attention does
         self.A = nn.Parameter(torch.ones(length, length).tril() / torch.arange(1, length + 1)[:, None])
         self.V = nn.Linear(d, d)
 
-    def forward(self, x, rows=None):
+    def forward(self, x):
         L = x.shape[1]
-        A = self.A[:L, :L].tril()
-        return (A if rows is None else A[rows]) @ self.V(x)
+        return self.A[:L, :L].tril() @ self.V(x)
 
 
-class Block(nn.Module):
-    """GPT-2's pre-norm block: x + mixer(LN(x)), then x + MLP(LN(x))."""
+class GPTBlock(nn.Module):
+    """GPT-2's block: x + mixer(LN(x)), then x + MLP(LN(x))."""
 
     def __init__(self, cfg, length):
         super().__init__()
         d = cfg.d
-        if cfg.mixer != "none":
-            self.ln1 = nn.LayerNorm(d)
-            self.mixer = Attention(d, cfg.n_head, cfg.dropout, cfg.projection) if cfg.mixer == "attention" else DirectMixer(d, length)
-        else:
-            self.mixer = None
-        self.ln2, self.drop = nn.LayerNorm(d), nn.Dropout(cfg.dropout)
-        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.ReLU() if cfg.activation == "relu" else nn.GELU(), nn.Linear(4 * d, d))
+        self.mixer = None
+        if cfg.mixer == "attention":
+            self.mixer = Attention(d, cfg.n_head, cfg.dropout)
+            if not cfg.projection:
+                self.mixer.proj = nn.Identity()
+        elif cfg.mixer == "direct":
+            self.mixer = DirectMixer(d, length)
+        self.ln1 = nn.LayerNorm(d) if self.mixer else None
+        self.ln2 = nn.LayerNorm(d)
+        activation = nn.ReLU() if cfg.activation == "relu" else nn.GELU()
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), activation, nn.Linear(4 * d, d))
+        self.drop = nn.Dropout(cfg.dropout)
 
-    def forward(self, x, rows=None):
-        mixed = self.drop(self.mixer(self.ln1(x), rows)) if self.mixer else 0
-        x = (x if rows is None else x[:, rows]) + mixed
+    def forward(self, x, keep=slice(None)):
+        """keep: the tokens that go on; after the last mixer, those that predict."""
+        mixed = self.drop(self.mixer(self.ln1(x))[:, keep]) if self.mixer else 0
+        x = x[:, keep] + mixed
         return x + self.drop(self.mlp(self.ln2(x)))
 
 
-class Model(nn.Module):
-    """Decision Transformer for vectors or frames; actions are A numbers in [-1, 1] or one of A choices."""
+class FrameEncoder(nn.Sequential):
+    """DQN's convolutions (Mnih et al., 2015) and a linear layer: (B, K, C, height, width) to (B, K, d)."""
+
+    def __init__(self, C, height, width, d):
+        rows, columns = (height - 4) // 8 - 3, (width - 4) // 8 - 3     # 7 x 7 are left of 84 x 84 pixels
+        if min(rows, columns) < 1:
+            raise ValueError(f"frames of {height} x {width} pixels: the convolutions need 36 x 36 at least")
+        super().__init__(
+            nn.Conv2d(C, 32, 8, 4), nn.ReLU(),
+            nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
+            nn.Conv2d(64, 64, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(64 * rows * columns, d),
+        )
+
+    def forward(self, frames):
+        # channels last is the layout that convolutions are quickest in
+        pixels = frames.flatten(0, 1).to(self[0].weight.dtype, memory_format=torch.channels_last)
+        return super().forward(pixels / 255).unflatten(0, frames.shape[:2])
+
+
+class PatchEncoder(nn.Module):
+    """Patches of a frame that attend to each other: "DT with ViT" (StARformer paper, Table 2).
+
+    NOTE(paper): it tells the patches and 13 million parameters. Here blocks, heads and width are the trunk's,
+    and one linear layer reads all patches: 10.9 million.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        d, (C, height, width) = cfg.d, cfg.state_shape
+        if height % cfg.patch or width % cfg.patch:
+            raise ValueError(f"patch={cfg.patch} does not divide frames of {height} x {width} pixels")
+        n = height * width // cfg.patch**2
+        self.patches = nn.Conv2d(C, d, cfg.patch, cfg.patch)        # a linear layer on each patch
+        self.place = nn.Parameter(torch.zeros(n, d))
+        self.drop = nn.Dropout(cfg.dropout)
+        layer = dict(dropout=cfg.dropout, activation=cfg.activation, batch_first=True, norm_first=True)
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(d, cfg.n_head, 4 * d, **layer) for _ in range(cfg.n_layer)),
+            nn.LayerNorm(d), nn.Flatten(), nn.Linear(n * d, d),
+        )
+
+    def forward(self, frames):
+        pixels = frames.flatten(0, 1).to(self.place.dtype, memory_format=torch.channels_last)
+        x = self.patches(pixels / 255)
+        x = self.drop(x.flatten(2).transpose(1, 2) + self.place)    # (B K, n, d)
+        return self.layers(x).unflatten(0, frames.shape[:2])
+
+
+class DecisionTransformer(nn.Module):
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        d, self.frames = cfg.d, len(cfg.state_shape) == 3
-        self.G = G = cfg.goal_dim if cfg.goal in ("action", "rtg", "embed") else 0      # goal numbers read by other tokens
-        if (cfg.goal == "action" and not cfg.use_actions) or (cfg.goal == "rtg" and cfg.condition == "none"):
-            raise ValueError(f"goal={cfg.goal!r} needs the token that it is written into: use_actions=True, or condition other than none")
-        self.tokens = 1 + (cfg.condition != "none") + cfg.use_actions       # per step
-        self.state_at = int(cfg.condition != "none")                        # the state's place among them
-        if self.frames:
-            self.embed_state = FrameEncoder(cfg.state_shape, d) if cfg.encoder == "conv" else ViT(cfg)
-        else:
+        self.frames = len(cfg.state_shape) == 3
+        self.state_at = int(cfg.condition != "none")            # the state's place among a step's tokens
+        self.kinds = self.state_at + 1 + cfg.use_actions        # the number of them
+        self.G = 0 if cfg.goal in ("none", "state") else cfg.goal_dim   # goal numbers that other tokens read
+        self.check()
+        d, G = cfg.d, self.G
+
+        if not self.frames:
             self.embed_state = nn.Linear(cfg.state_shape[0] - G, d)
+        elif cfg.encoder == "conv":
+            self.embed_state = FrameEncoder(*cfg.state_shape, d)
+        else:
+            self.embed_state = PatchEncoder(cfg)
         if cfg.condition != "none":
-            self.embed_condition = nn.Linear(1 + (G if cfg.goal == "rtg" else 0), d)
+            self.embed_condition = nn.Linear(1 + G * (cfg.goal == "rtg"), d)
         if cfg.use_actions:
             self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
-        if G and cfg.goal == "action":
-            self.embed_action_goal = nn.Linear(G, d, bias=False)            # the same as a Linear over [a_t, goal]
-        if G and cfg.goal == "embed":
-            self.embed_goal = nn.Linear(G, d)
+        if cfg.goal in ("action", "embed"):     # added to the action's token, or to all of a step
+            self.embed_goal = nn.Linear(G, d, bias=cfg.goal == "embed")
         self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
         if cfg.position == "window":
-            self.embed_place = nn.Parameter(torch.zeros(self.tokens * cfg.context_len, d))
-        # NOTE(code): with frames, as released for Atari, each embedding goes through a tanh, in place of a norm for all
-        self.embed_ln, self.drop = nn.Identity() if self.frames else nn.LayerNorm(d), nn.Dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(Block(cfg, self.tokens * cfg.context_len) for _ in range(cfg.n_layer))
-        self.ln_f, self.head = nn.LayerNorm(d), nn.Linear(d, cfg.act_dim)
-        # NOTE(code): GPT-2's N(0, 0.02) holds inside the blocks only; embeddings and head keep torch's defaults, as released
-        for module in self.blocks.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
-        if self.frames:     # but for these two
-            nn.init.normal_(self.head.weight, std=0.02)
-            if cfg.use_actions and cfg.discrete:
-                nn.init.normal_(self.embed_action.weight, std=0.02)
-        nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
+            self.embed_place = nn.Parameter(torch.zeros(self.kinds * cfg.context_len, d))
+        # NOTE(code): for Atari a tanh of each embedding takes this norm's place
+        self.embed_ln = nn.Identity() if self.frames else nn.LayerNorm(d)
+        self.drop = nn.Dropout(cfg.dropout)
 
-    def hidden(self, states, actions, rewards, rtg, timesteps, rows, memory=None):
-        """(B, number of rows, d): the last layer at the token positions in the slice rows."""
-        cfg, dtype = self.cfg, self.head.weight.dtype
-        # released for Atari: the first step's timestep for the whole window, and the place in it. NOTE(code): acting used the last step's
-        time = self.embed_timestep((timesteps[:, :1] if cfg.position == "window" else timesteps).clamp(max=cfg.max_ep_len - 1))
+        self.blocks = nn.ModuleList(GPTBlock(cfg, self.kinds * cfg.context_len) for _ in range(cfg.n_layer))
+        self.ln_f = nn.LayerNorm(d)
+        self.head = nn.Linear(d, cfg.act_dim)   # NOTE(code): the released Atari head has no bias
+        self.init_weights()
+
+    def init_weights(self):
+        """NOTE(code): GPT-2's N(0, 0.02) in the blocks, and for Atari in two layers more; else torch's."""
+        layers = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)]
+        for layer in layers:
+            nn.init.zeros_(layer.bias)
         if self.frames:
-            goal, x = None, [self.embed_state(states, memory)]
-        else:
-            states, goal = states.to(dtype).split([states.shape[-1] - self.G, self.G], -1)  # goal is empty unless read elsewhere
-            x = [self.embed_state(states)]
-        if self.G and cfg.goal == "embed":
-            time = time + self.embed_goal(goal)                                             # (B, K, d)
-        if cfg.condition != "none":
-            # the reward that led to s_t; the first step of a window has none
-            c = rtg.to(dtype) if cfg.condition == "rtg" else F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))     # (B, K, 1)
-            x.insert(0, self.embed_condition(torch.cat([c, goal], -1) if cfg.goal == "rtg" else c))
+            layers.append(self.head)
+            if self.cfg.use_actions and self.cfg.discrete:
+                layers.append(self.embed_action)
+        for layer in layers:
+            nn.init.normal_(layer.weight, std=0.02)
+        nn.init.normal_(self.embed_timestep.weight, std=self.cfg.timestep_std)
+
+    def check(self):
+        """Raises ValueError for sizes that make no model, and for a switch that has no effect."""
+        cfg = self.cfg
+        sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d, cfg.patch
+        if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0:
+            raise ValueError("a size below 1, or timestep_std below 0")
+        if cfg.d % cfg.n_head:
+            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}")
+        attention = cfg.mixer == "attention"
+        goal = 0 < self.G < cfg.state_shape[0] and not self.frames
+        token = dict(action=cfg.use_actions, rtg=cfg.condition != "none").get(cfg.goal, True)
+        for name, works, need in (
+            ("projection", attention, "mixer='attention'"),
+            ("n_head", attention or self.frames, "mixer='attention'"),      # the presets for frames set it
+            ("encoder", self.frames, "frames"),
+            ("patch", cfg.encoder == "patch", "encoder='patch'"),
+            ("goal", goal or cfg.goal == "none", "a goal in the states"),
+            ("goal", token, "the token that it is written into"),
+        ):
+            if getattr(cfg, name) != getattr(Config, name) and not works:
+                raise ValueError(f"{name}={getattr(cfg, name)} has no effect without {need}")
+
+    def features(
+        self,
+        states,         # (B, K, S) normalised; or (B, K, C, height, width), 0 to 255
+        actions,        # (B, K, A) in [-1, 1]; or (B, K) int64
+        rewards,        # (B, K, 1)
+        rtg,            # (B, K, 1) return-to-go: the rewards from this step on, its own included
+        timesteps,      # (B, K) int64, the step's place in its episode
+        mask=None,      # (B, K) bool, False where padded: on the right, which no real step sees
+    ):
+        """(B, K, d): what each step's action is predicted from."""
+        cfg = self.cfg
+        dtype = self.head.weight.dtype
+        # NOTE(code): Atari has one timestep a window, here the first; released acting takes the last
+        time = timesteps[:, :1] if cfg.position == "window" else timesteps
+        time = self.embed_timestep(time.clamp(max=cfg.max_ep_len - 1))
+        if not self.frames:
+            states, goal = states.to(dtype).split((states.shape[-1] - self.G, self.G), -1)
+        if cfg.goal == "embed":
+            time = time + self.embed_goal(goal)                     # (B, K, d)
+
+        tokens = []
+        if cfg.condition != "none":                                 # reward: the one that led to this state
+            c = rtg if cfg.condition == "rtg" else F.pad(rewards[:, :-1], (0, 0, 1, 0))
+            c = c.to(dtype)                                         # (B, K, 1)
+            tokens.append(self.embed_condition(torch.cat([c, goal], -1) if cfg.goal == "rtg" else c))
+        tokens.append(self.embed_state(states))
         if cfg.use_actions:
             a = self.embed_action(actions if cfg.discrete else actions.to(dtype))
-            x.append(a + self.embed_action_goal(goal) if self.G and cfg.goal == "action" else a)
-        x = torch.stack([(token.tanh() if self.frames else token) + time for token in x], 2).flatten(1, 2)      # (B, L, d): R_1 s_1 a_1 R_2 ...
+            tokens.append(a + self.embed_goal(goal) if cfg.goal == "action" else a)
+        x = torch.stack(tokens, 2)                                  # (B, K, kinds, d)
+        if self.frames:
+            x = x.tanh()
+        x = (x + time[:, :, None]).flatten(1, 2)                    # (B, L, d): R1 s1 a1 R2 ...
         if cfg.position == "window":
             x = x + self.embed_place[:x.shape[1]]
         x = self.drop(self.embed_ln(x))
-        for i, block in enumerate(self.blocks):
-            x = block(x, rows if i == cfg.n_layer - 1 else None)
-        return self.ln_f(x)
 
-    def predict(self, x):
-        y = self.head(x)
-        return y if self.cfg.discrete else torch.tanh(y)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.ln_f(self.blocks[-1](x, keep=slice(self.state_at, None, self.kinds)))
 
-    def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
-        """Predict every step's action from what came before it.
+    def predict(self, features):
+        """(B, K, A): actions in [-1, 1], or logits."""
+        y = self.head(features)
+        return y if self.cfg.discrete else y.tanh()
 
-        states (B, K, S) or frames (B, K, C, height, width) from 0 to 255, actions (B, K, A) or (B, K) int64, rewards and rtg (B, K, 1),
-        timesteps (B, K) int64. Returns (B, K, A): actions in [-1, 1], or logits. Padding stands right of the real steps, where causal
-        attention cannot see it: mask is not read.
-        """
-        return self.predict(self.hidden(states, actions, rewards, rtg, timesteps, slice(self.state_at, None, self.tokens)))
+    def forward(self, *inputs, **named):
+        """(B, K, A): each step's predicted action; inputs as in features()."""
+        return self.predict(self.features(*inputs, **named))
 
     def loss(self, batch):
-        """(loss, {"loss": loss}): squared error, or cross-entropy if discrete, averaged over the real steps of the batch."""
+        """(mean over real steps, what to log): squared error, or cross-entropy if discrete."""
         y = self(**batch).float()
         if self.cfg.discrete:
-            error = F.cross_entropy(y.flatten(0, 1), batch["actions"].flatten(), reduction="none").view(y.shape[:2])    # (B, K)
+            error = F.cross_entropy(y.transpose(1, 2), batch["actions"], reduction="none")  # (B, K)
         else:
-            error = (y - batch["actions"]).square().mean(-1)                                # (B, K)
+            error = (y - batch["actions"]).square().mean(-1)
         loss = (error * batch["mask"]).sum() / batch["mask"].sum()
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
-    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
-        """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
-
-        Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
-        memory: a dict, empty at first, handed back at each next step of the same B episodes; frames are then embedded once.
-        """
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+        """(B, A) or (B,): the action for a history's last step, whose own action and reward are not read."""
         history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
-        at = (history[0].shape[1] - 1) * self.tokens + self.state_at
-        y = self.predict(self.hidden(*history, slice(at, at + 1), memory))[:, -1]
+        y = self(*history)[:, -1]
         if not self.cfg.discrete:
             return y
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)
 
-    @classmethod
-    def load(cls, run, which="last", device="cpu"):
-        """(model in eval mode, meta) from a run folder; meta holds all that acting needs besides the weights."""
-        checkpoint = torch.load(Path(run) / f"{which}.pt", map_location=device, weights_only=True)
-        model = cls(Config(**checkpoint["model_config"])).to(device)
-        model.load_state_dict(checkpoint["model"])
-        return model.eval(), checkpoint["meta"]
+
+Model = DecisionTransformer     # the name by which the trainer finds it
 
 
-DecisionTransformer = Model
-
-
-def unread(cfg):
-    """{input or parameter: why} for what the model is known not to read; the tests hold the model to everything else."""
-    out = {}
-    if cfg.condition != "rtg":
-        out["rtg"] = "condition is not rtg"
-    if cfg.condition != "reward":
-        out["rewards"] = "condition is not reward"
-    if not cfg.use_actions:
-        out["actions"] = "no action tokens"
-    if cfg.mixer == "none":
-        out |= dict.fromkeys(["rtg", "rewards", "actions", "history"], "without a mixer s_t sees itself alone")
-        out |= dict.fromkeys(["embed_condition", "embed_action"], "their tokens reach no prediction")
-    return out
+CORL = dict(activation="gelu", rtg_scale=1.0)   # its configurations of DT
+FRAMES = dict(  # the released Atari code
+    n_layer=6, n_head=8, context_len=30, activation="gelu", position="window", timestep_std=0.0, clip=1.0,
+    betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", schedule="cosine", lr_floor=0.1, eval_episodes=10,
+)
+# The papers' settings: "*", then the environment's family, then its name, then "small".
+PRESETS = {
+    "*": dict(      # the paper's table and the gym code
+        n_layer=3, n_head=1, d=128, context_len=20, dropout=0.1, activation="relu", batch_size=64, lr=1e-4,
+        weight_decay=1e-4, clip=0.25, steps=100_000, schedule="constant", eval_episodes=100,
+        warmup=10_000,      # NOTE(paper): it prints 100,000; every code base of the family has 10,000
+        timestep_std=1.0,   # NOTE(code): torch's default; it outweighs all other embeddings at the start
+    ),
+    "hopper": dict(targets=(3600.0, 1800.0)),
+    "halfcheetah": dict(targets=(6000.0, 12000.0)),
+    "walker2d": dict(targets=(5000.0, 2500.0)),
+    # LSDT paper's DT
+    "antmaze": dict(activation="gelu", batch_size=128, lr=4e-4, weight_decay=3e-4, targets=(1.0,)),
+    "maze2d": CORL | dict(targets=(280.0, 140.0)),
+    "pen": CORL | dict(targets=(3100.0, 1550.0)),
+    "door": CORL | dict(targets=(2900.0, 1450.0)),
+    "hammer": CORL | dict(targets=(12800.0, 6400.0)),
+    "relocate": CORL | dict(targets=(4300.0, 2150.0)),
+    # Tables 8 and 9; steps: 5 epochs of 500,000 windows. NOTE(paper): the cosine ends after two epochs; code:
+    # after six, and climbs again; here after all
+    "atari": FRAMES | dict(batch_size=128, lr=6e-4, steps=19_530, warmup=3, rtg_scale=1.0, sample=True),
+    # NOTE(paper): targets in raw points, the data's rewards are clipped; code: qbert 14000, seaquest 1150
+    "breakout": dict(targets=(90.0,)),
+    "qbert": dict(targets=(2500.0,)),
+    "pong": dict(context_len=50, batch_size=512, steps=4_880, targets=(20.0,)),
+    "seaquest": dict(targets=(1450.0,)),
+    # DC paper, Table 6 and B.2 (10 epochs). NOTE(paper): its Table 13 has DT without projection in qbert,
+    # frostbite and gopher; its code always has one
+    "asterix": dict(steps=39_060, targets=(520.0,)),
+    "frostbite": dict(steps=39_060, targets=(950.0,)),
+    "assault": dict(steps=39_060, targets=(780.0,)),
+    "gopher": dict(steps=39_060, targets=(2750.0,)),
+    # StARformer paper's DT: its Table 5; batch and updates as its Atari runs
+    "dmc": FRAMES | dict(lr=1e-3, steps=15_620, warmup=5),
+    "small": dict(  # ours, minutes on a laptop: short context and narrow timestep table to follow targets
+        n_layer=2, d=64, context_len=3, dropout=0.0, activation="relu", timestep_std=0.1, batch_size=106,
+        steps=3700, lr=1.5e-3, warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,
+    ),
+    "small-frames": dict(   # ours, on top of "small"
+        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0,
+        sample=False,
+    ),
+}
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     cfg = Config(d=64, n_layer=2, dropout=0.0)
-    model, B, K = Model(cfg), 8, cfg.context_len
-    batch = dict(states=torch.randn(B, K, *cfg.state_shape), actions=torch.rand(B, K, cfg.act_dim) * 2 - 1, rewards=torch.rand(B, K, 1),
-                 rtg=torch.rand(B, K, 1), timesteps=torch.arange(K).expand(B, K), mask=torch.ones(B, K, dtype=torch.bool))
+    model = Model(cfg)
+    B, K = 8, cfg.context_len
+    batch = dict(
+        states=torch.randn(B, K, *cfg.state_shape), actions=torch.rand(B, K, cfg.act_dim) * 2 - 1,
+        rewards=torch.rand(B, K, 1), rtg=torch.rand(B, K, 1),
+        timesteps=torch.arange(K).expand(B, K), mask=torch.ones(B, K, dtype=torch.bool),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(101):
         loss, _ = model.loss(batch)

@@ -1,16 +1,27 @@
-"""Return-Aligned Decision Transformer (Tanaka et al., 2024, arXiv 2402.03923): get the return you ask for, not just a high one.
+"""Return-Aligned Decision Transformer (Tanaka et al., 2024, arXiv 2402.03923).
 
-In DT the return is one token in three and attention may look past it. Here it is taken out of the sequence: s_t a_t run through a
-causal transformer, and in every block the returns come in twice, by a cross-attention that all tokens make to R_1 .. R_t and
-by the scales and shifts of the layer norms. The output at s_t predicts a_t. One file, torch only: copy it where you need it.
+A Decision Transformer that earns the return it is asked for, not just a high one. In DT the return is one
+token in three, and attention may pass over it. Here the returns are taken out of the sequence, and each block
+lets them in twice: all tokens attend to them, and they set the scales and shifts of the layer norms.
 
-    python radt.py      fits one random batch and prints the loss
+    s1 a1 s2 a2 s3 a3                 R1 R2 R3
+            │                            │
+     self-attention
+           norm  ◄── scale and shift ────┤   by the return of the token's own step (Eq. 10)
+     cross-attention  ◄── key, value ────┤   the returns up to its own step (Eq. 7)
+           norm  ◄── scale and shift ────┤
+           MLP                           │
+           norm  ◄── scale and shift ────┘
+            │
+     the next block; the last output at s3 predicts a3
 
-B batch, K context steps, n tokens a step (2), L tokens (2K), H heads, d width, S state size, A action size; frames are C x height x width.
+    python radt.py      learns one random batch by heart and prints the loss
+
+B batch, K context steps, n tokens a step (2), L tokens (2K), d width, S state size, A action size.
 """
+
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,331 +31,350 @@ from torch import nn
 
 @dataclass
 class Config:
-    state_shape: tuple[int, ...] = (11,)    # (S,), the goal's numbers included where there is a goal; or (C, height, width): C stacked frames
-    act_dim: int = 3                        # A numbers, or A choices if discrete
+    state_shape: tuple[int, ...] = (11,)    # (S,), goal included; or (C, height, width): C stacked frames
+    act_dim: int = 3                        # A numbers in [-1, 1]; or A choices, if discrete
     discrete: bool = False
+    goal_dim: int = 0                       # the last numbers of the state, where there is a goal
+    goal: Literal["none", "state"] = "state"
     context_len: int = 20                   # K
-    max_ep_len: int = 1000                  # later steps share the position of the last one
+    max_ep_len: int = 1000                  # later steps share the position of the last
     n_layer: int = 3
     n_head: int = 1
     d: int = 128
     dropout: float = 0.1
     activation: Literal["relu", "gelu"] = "gelu"
-    condition: Literal["rtg", "reward", "none"] = "rtg"     # what stands in the return's place: itself, the previous reward, a constant
-    use_actions: bool = True                # False: the sequence holds states only, n = 1
-    goal_dim: int = 0                       # how many of the S numbers are the goal; the model reads them like the others
-    goal: Literal["none", "state"] = "state"
-    cross_attention: bool = True            # Table 2: False takes the cross-attention out, with its residual and the norm behind it
-    adaln: bool = True                      # Table 2: False makes every norm a plain LayerNorm, in the same places
-    alpha: bool = True                      # Table 3: False adds the cross-attention's output as it is
-    position: Literal["sinusoidal", "learned", "window"] = "sinusoidal"     # window: place in it, and the timestep of its first step
-    timestep_std: float = 0.02              # spread of the learned table at initialisation; the sinusoidal one has none
+    # the paper's switches
+    cross_attention: bool = True            # Table 2; False takes it out, and the norm behind it
+    adaln: bool = True                      # Table 2; False: plain layer norms in the same places
+    alpha: bool = True                      # Table 3; False adds the cross-attention's output as it is
+    # the released code's. learned: a table of timesteps; window (Atari): the first one's, and one of places
+    position: Literal["sinusoidal", "learned", "window"] = "sinusoidal"
+    # ours
+    condition: Literal["rtg", "reward", "none"] = "rtg"     # none: a constant in the return's place
+    use_actions: bool = True                # False: the sequence is states only, n = 1
+    timestep_std: float = 0.02              # spread of a learned timestep table at the start
+
+
+class AdaptiveNorm(nn.Module):
+    """A layer norm whose scale and shift come from the return of the token's own step (Eq. 10):
+
+        (1 + gamma) * LN(x) + beta,    gamma and beta linear in SiLU(c)
+
+    The linear layer starts at zero, so this starts as a plain layer norm; without `adaptive` it is one.
+    """
+
+    def __init__(self, d, adaptive):
+        super().__init__()
+        self.adaptive = adaptive
+        self.ln = nn.LayerNorm(d, eps=1e-6, elementwise_affine=not adaptive)
+        if adaptive:
+            self.scale_shift = nn.Linear(d, 2 * d)
+
+    def forward(self, x, c):  # x (B, K, n, d), c (B, K, d)
+        if not self.adaptive:
+            return self.ln(x)
+        # in float32 under autocast as well: in bfloat16, 1 + gamma is 1 for a small gamma
+        both = self.scale_shift(F.silu(c)).to(self.scale_shift.weight.dtype)
+        gamma, beta = both[:, :, None].chunk(2, -1)  # each (B, K, 1, d)
+        return torch.addcmul(beta, 1 + gamma, self.ln(x))
+
+
+class ReturnAttention(nn.Module):
+    """Cross-attention of states and actions to the returns up to their own step (Eq. 7 to 9):
+
+        x + (1 + alpha) * z,    z = attention(x; keys of c + p, values of c),    alpha = W [z; x] + b
+
+    x states and actions, c returns, p positions. W and b start at zero, so this starts as a plain sum.
+    NOTE(paper): Eq. 7 makes keys and values of the same returns. Positions in the keys alone, and a norm
+    before each, are the released code's.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        d = cfg.d
+        self.scaled = cfg.alpha
+        self.mixer = QKVAttention(d, cfg.n_head, cfg.dropout)
+        self.ln_key = nn.LayerNorm(d)
+        self.ln_value = nn.LayerNorm(d)
+        if cfg.alpha:
+            self.alpha = nn.Linear(2 * d, d)
+
+    def forward(self, x, c, p):  # x (B, K, n, d); c, p (B, K, d)
+        K, n = x.shape[1:3]
+        seen = torch.ones(K, K, dtype=torch.bool, device=x.device).tril()  # step t sees R_1 .. R_t
+        seen = seen.repeat_interleave(n, 0)  # (L, K): s_t and a_t see the same returns
+        z = self.mixer(x.flatten(1, 2), self.ln_key(c + p), self.ln_value(c), seen).view_as(x)
+        if self.scaled:
+            z = (1 + self.alpha(torch.cat([z, x], -1))) * z
+        return x + z
+
+
+class QKVAttention(nn.Module):
+    """Attention from one sequence to another (Eq. 2), as released without biases in Q, K and V.
+
+    mask (queries, keys): True where a query sees a key; None: causal.
+    """
+
+    def __init__(self, d, n_head, dropout):
+        super().__init__()
+        self.n_head = n_head
+        self.dropout = dropout
+        self.q = nn.Linear(d, d, bias=False)
+        self.k = nn.Linear(d, d, bias=False)
+        self.v = nn.Linear(d, d, bias=False)
+        self.proj = nn.Linear(d, d)
+
+    def forward(self, query, key, value, mask=None):
+        inputs = self.q(query), self.k(key), self.v(value)
+        # each (B, n_head, its length, d / n_head)
+        q, k, v = (x.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for x in inputs)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
+        return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+
+class ReturnBlock(nn.Module):
+    """Self-attention, cross-attention to the returns, MLP: each is added to x, and the sum normalised.
+
+    With the norms behind the sums, no path goes around the returns' scale and shift (Section 3.2).
+    NOTE(code): without adaln the released block turns pre-norm as well; here only one thing changes.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        d = cfg.d
+        self.mixer = QKVAttention(d, cfg.n_head, cfg.dropout)  # states and actions among themselves
+        self.returns = ReturnAttention(cfg) if cfg.cross_attention else None
+        activation = nn.ReLU() if cfg.activation == "relu" else nn.GELU()
+        self.mlp = nn.Sequential(
+            nn.Linear(d, 4 * d), activation,
+            nn.Linear(4 * d, d), nn.Dropout(cfg.dropout),
+        )
+        self.norms = nn.ModuleList(AdaptiveNorm(d, cfg.adaln) for _ in range(2 + cfg.cross_attention))
+
+    def forward(self, x, c, p, last=False):  # x (B, K, n, d); c, p (B, K, d)
+        tokens = x.flatten(1, 2)  # (B, L, d): s1 a1 s2 a2 ...
+        x = x + self.mixer(tokens, tokens, tokens).view_as(x)
+        if last:  # only states predict
+            x = x[:, :, :1]
+        x = self.norms[0](x, c)
+        if self.returns is not None:
+            x = self.norms[1](self.returns(x, c, p), c)
+        return self.norms[-1](x + self.mlp(x), c)
+
+
+class FrameEncoder(nn.Sequential):
+    """DQN's convolutions (Mnih et al., 2015) and a linear layer: (B, K, C, height, width) to (B, K, d)."""
+
+    def __init__(self, C, height, width, d):
+        rows, columns = (height - 4) // 8 - 3, (width - 4) // 8 - 3     # 7 x 7 are left of 84 x 84 pixels
+        if min(rows, columns) < 1:
+            raise ValueError(f"frames of {height} x {width} pixels: the convolutions need 36 x 36 at least")
+        super().__init__(
+            nn.Conv2d(C, 32, 8, 4), nn.ReLU(),
+            nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
+            nn.Conv2d(64, 64, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(64 * rows * columns, d),
+        )
+
+    def forward(self, frames):
+        # channels last is the layout that convolutions are quickest in
+        pixels = frames.flatten(0, 1).to(self[0].weight.dtype, memory_format=torch.channels_last)
+        return super().forward(pixels / 255).unflatten(0, frames.shape[:2])
+
+
+class ReturnAlignedDecisionTransformer(nn.Module):
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        if min(cfg.act_dim, cfg.context_len, cfg.max_ep_len, cfg.n_layer, cfg.n_head, cfg.d) < 1:
+            raise ValueError("sizes must be at least 1")
+        if cfg.d % cfg.n_head:
+            raise ValueError(f"d={cfg.d} is not a multiple of n_head={cfg.n_head}")
+        if cfg.position == "sinusoidal" and cfg.d % 2:
+            raise ValueError(f"d={cfg.d} is odd, but sinusoidal positions are pairs of a sine and a cosine")
+        if cfg.position == "sinusoidal" and cfg.timestep_std != Config.timestep_std:
+            raise ValueError(f"timestep_std={cfg.timestep_std}: position='sinusoidal' has no table to spread")
+        if not cfg.cross_attention and not cfg.adaln:
+            raise ValueError("cross_attention and adaln are both off: nothing would read the return")
+        if not cfg.cross_attention and not cfg.alpha:
+            raise ValueError("alpha=False: without cross_attention there is nothing to scale")
+        self.cfg = cfg
+        d = cfg.d
+        self.frames = len(cfg.state_shape) == 3
+
+        encoder = FrameEncoder if self.frames else nn.Linear
+        self.embed_state = encoder(*cfg.state_shape, d)
+        self.embed_condition = nn.Linear(1, d)
+        if cfg.use_actions:
+            self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
+        sinusoidal = cfg.position == "sinusoidal"
+        self.embed_timestep = nn.Linear(d, d) if sinusoidal else nn.Embedding(cfg.max_ep_len, d)
+        if cfg.position == "window":
+            self.embed_place = nn.Parameter(torch.zeros(cfg.context_len, d))
+        self.blocks = nn.ModuleList(ReturnBlock(cfg) for _ in range(cfg.n_layer))
+        # no norm before the head: a block ends in one. NOTE(code): on Atari the released head has no bias
+        self.head = nn.Linear(d, cfg.act_dim)
+        self.init_weights()
+
+    def init_weights(self):
+        """NOTE(code): N(0, 0.02) everywhere; the paper gives only the zeros of alpha, gamma and beta."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                zero = name.endswith((".alpha", ".scale_shift"))
+                nn.init.normal_(module.weight, std=0.0 if zero else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if self.cfg.position != "sinusoidal":
+            nn.init.normal_(self.embed_timestep.weight, std=self.cfg.timestep_std)
+
+    def positions(self, timesteps):
+        """(B, K, d): where each step stands in its episode.
+
+        NOTE(code): a linear layer behind the sines and cosines, of which the paper does not speak.
+        """
+        d, dtype = self.cfg.d, self.head.weight.dtype
+        t = timesteps.clamp(max=self.cfg.max_ep_len - 1)
+        if self.cfg.position == "learned":
+            return self.embed_timestep(t)
+        if self.cfg.position == "window":  # NOTE(code): released acting takes the last step's timestep
+            return self.embed_timestep(t[:, :1]) + self.embed_place[:t.shape[1]]
+        frequency = torch.exp(torch.arange(0, d, 2, device=t.device, dtype=dtype) * (-math.log(10_000) / d))
+        angle = t[..., None] * frequency  # (B, K, d / 2)
+        return self.embed_timestep(torch.stack([angle.sin(), angle.cos()], -1).flatten(2))
+
+    def features(
+        self,
+        states,         # (B, K, S) normalised; or (B, K, C, height, width), 0 to 255
+        actions,        # (B, K, A) in [-1, 1]; or (B, K) int64
+        rewards,        # (B, K, 1)
+        rtg,            # (B, K, 1) return-to-go, the step's own reward included
+        timesteps,      # (B, K) int64, the step's place in its episode
+        mask=None,      # (B, K) bool, False where padded: on the right, where no causal attention looks
+    ):
+        """(B, K, d): what each step's action is predicted from.
+
+        NOTE(code): the released mask is inverted: in a padded window, real steps attend to the padding alone.
+        """
+        cfg = self.cfg
+        dtype = self.head.weight.dtype
+        if cfg.condition == "rtg":
+            c = rtg.to(dtype)
+        elif cfg.condition == "reward":  # the one that led to this state
+            c = F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))
+        else:
+            c = torch.ones_like(rtg, dtype=dtype)
+        c = self.embed_condition(c)  # (B, K, d)
+        p = self.positions(timesteps)  # (B, K, d)
+        # NOTE(paper): "the same CNN encoder as DT", where frames, returns and actions go through a tanh; as
+        # released, there is a SiLU and no tanh. NOTE(code): on frames, the released x has a dropout
+        tokens = [F.silu(self.embed_state(states)) if self.frames else self.embed_state(states.to(dtype))]
+        if cfg.use_actions:
+            tokens.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
+        x = torch.stack(tokens, 2) + p[:, :, None]  # (B, K, n, d)
+        for i, block in enumerate(self.blocks):
+            x = block(x, c, p, last=i == cfg.n_layer - 1)
+        return x[:, :, 0]
+
+    def predict(self, features):
+        y = self.head(features)
+        return y if self.cfg.discrete else y.tanh()
+
+    def forward(self, *inputs, **named):
+        """(B, K, A): each step's action from what came before; logits if discrete. Inputs: see features()."""
+        return self.predict(self.features(*inputs, **named))
+
+    def loss(self, batch):
+        """(mean over real steps, what to log): squared error, or cross-entropy if discrete."""
+        y = self(**batch).float()
+        if self.cfg.discrete:
+            error = F.cross_entropy(y.transpose(1, 2), batch["actions"], reduction="none")  # (B, K)
+        else:
+            error = (y - batch["actions"]).square().mean(-1)
+        loss = (error * batch["mask"]).sum() / batch["mask"].sum()
+        return loss, {"loss": loss.detach()}
+
+    @torch.no_grad()
+    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
+        """(B, A) or (B,): the action for a history's last step, whose own action and reward are not read."""
+        history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
+        y = self(*history)[:, -1]
+        if not self.cfg.discrete:
+            return y
+        return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)
+
+
+Model = ReturnAlignedDecisionTransformer  # the name by which train.py finds it
 
 
 def seven(low, high):
-    """Seven evenly spaced targets, the highest first (Sec. 4.2); low and high: 5th and 95th percentile of the data's returns."""
-    return tuple(round(high + (low - high) * i / 6, 2) for i in range(7))
+    """Seven evenly spaced targets (Section 4.2) from the data's 95th percentile of returns to its 5th."""
+    return dict(targets=tuple(round(high + (low - high) * i / 6, 2) for i in range(7)))
 
 
+# The paper's hyper-parameters: "*", then the environment's family, then its name. "small" is ours.
 PRESETS = {
-    "*": dict(      # Table 4; batch size and betas from the released code
+    "*": dict(  # Table 4; batch size and betas from the released code
         n_layer=3, n_head=1, d=128, context_len=20, dropout=0.1, activation="gelu", batch_size=64, lr=1e-4,
         weight_decay=1e-4, betas=(0.9, 0.999), clip=0.25, steps=100_000, schedule="constant",
-        warmup=10_000,                      # NOTE(paper): the table prints 100,000, which would be the whole run; the code uses 10,000
-        eval_episodes=20,                   # Sec. 4.2; code: 100
+        warmup=10_000,  # NOTE(paper): prints 100,000, the whole run; code: 10,000
+        eval_episodes=20,  # Section 4.2; code: 100
     ),
-    "antmaze": dict(d=256, batch_size=256, targets=(1.0,)),     # not in the paper: the code's sizes, and the return of reaching the goal
-    # NOTE(code): Table 4 gives one size for MuJoCo. The code has d=256 for halfcheetah-medium and n_layer=2 for hopper-medium
-    "hopper-medium": dict(targets=seven(799.52, 2038.58)),
-    "halfcheetah-medium": dict(targets=seven(4488.95, 5056.43)),
-    "walker2d-medium": dict(targets=seven(892.23, 3833.17)),
-    "ant-medium": dict(targets=seven(449.81, 3972.21)),
-    "hopper-medium-replay": dict(targets=seven(0.984, 1488.35)),
-    "halfcheetah-medium-replay": dict(targets=seven(-237.03, 4685.02)),
-    "walker2d-medium-replay": dict(targets=seven(-4.90, 3053.78)),
-    "ant-medium-replay": dict(targets=seven(-82.87, 3160.46)),
-    "hopper-medium-expert": dict(targets=seven(845.70, 3629.42)),
-    "halfcheetah-medium-expert": dict(targets=seven(4567.05, 10905.77)),
-    "walker2d-medium-expert": dict(targets=seven(982.94, 4963.50)),
-    "ant-medium-expert": dict(d=256, targets=seven(543.01, 5350.66)),           # not in the paper: the code's
-    "atari": dict(      # Table 5 (its caption says MuJoCo); steps: 5 epochs of 500,000 windows
-        n_layer=6, n_head=8, d=128, context_len=30, batch_size=128,
-        # NOTE(paper): sinusoidal; code: learned, the window's first timestep and the place in it (position="window")
-        position="sinusoidal",
-        # NOTE(code): 15 epochs and clip 1.0. The rate is to end after 2 * 500,000 * K tokens, two of the five epochs; code: after six, and it
-        # climbs back to its full height by the twelfth. Here the cosine spans the run and stays at its floor
+    "antmaze": dict(d=256, batch_size=256, targets=(1.0,)),  # not in the paper: the code's sizes
+    # NOTE(code): d=256 for halfcheetah-medium, n_layer=2 for hopper-medium; Table 4 has one size
+    "hopper-medium": seven(799.52, 2038.58),
+    "halfcheetah-medium": seven(4488.95, 5056.43),
+    "walker2d-medium": seven(892.23, 3833.17),
+    "ant-medium": seven(449.81, 3972.21),
+    "hopper-medium-replay": seven(0.984, 1488.35),
+    "halfcheetah-medium-replay": seven(-237.03, 4685.02),
+    "walker2d-medium-replay": seven(-4.90, 3053.78),
+    "ant-medium-replay": seven(-82.87, 3160.46),
+    "hopper-medium-expert": seven(845.70, 3629.42),
+    "halfcheetah-medium-expert": seven(4567.05, 10905.77),
+    "walker2d-medium-expert": seven(982.94, 4963.50),
+    "ant-medium-expert": dict(d=256) | seven(543.01, 5350.66),  # not in the paper: the code's
+    "atari": dict(  # Table 5 (its caption says MuJoCo)
+        n_layer=6, n_head=8, d=128, context_len=30, batch_size=128, lr=6e-4, betas=(0.9, 0.95), rtg_scale=1.0,
+        weight_decay=0.1, decay="matrices", warmup=3, eval_episodes=10, sample=True,
+        position="sinusoidal",  # NOTE(code): "window"
+        # 5 epochs of 500,000 windows. NOTE(code): 15, and clip 1.0. The paper's rate would end after
+        # 2 * 500,000 * K tokens, two epochs; the code's after six, and rise again. Here it ends with the run
         steps=19_530, clip=0.1, schedule="cosine", lr_floor=0.1,
-        lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", warmup=3, rtg_scale=1.0, eval_episodes=10, sample=True,
     ),
-    # NOTE(code): replaces every target return by 100 on Atari; these are the seven of its configuration, in clipped points
-    "breakout": dict(targets=seven(12.0, 77.0)),
-    "pong": dict(context_len=50, batch_size=512, steps=4_880, targets=seven(3.0, 21.0)),
-    "qbert": dict(targets=seven(15.0, 283.0)),
-    "seaquest": dict(targets=seven(13.0, 200.0)),
-    "dmc": dict(        # not in the paper: as StARformer's comparison runs DT
+    # NOTE(code): a slip asks for 100 in every game; these are its settings' seven, in clipped points
+    "breakout": seven(12.0, 77.0),
+    "pong": dict(context_len=50, batch_size=512, steps=4_880) | seven(3.0, 21.0),
+    "qbert": seven(15.0, 283.0),
+    "seaquest": seven(13.0, 200.0),
+    "dmc": dict(  # not in the paper: as StARformer's comparison runs DT
         n_layer=6, n_head=8, d=128, context_len=30, dropout=0.1, batch_size=64, lr=1e-3, betas=(0.9, 0.95),
-        weight_decay=0.1, decay="matrices", clip=1.0, steps=15_620, warmup=5, schedule="cosine", lr_floor=0.1, eval_episodes=10,
-    ),
-    "small": dict(  # ours: minutes on a laptop; the short context is DT's
-        n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=3000, lr=1.5e-3, warmup=100, schedule="cosine",
+        weight_decay=0.1, decay="matrices", clip=1.0, steps=15_620, warmup=5, schedule="cosine", lr_floor=0.1,
         eval_episodes=10,
     ),
-    "small-frames": dict(   # ours, on top of "small": as StARformer's
+    "small": dict(  # ours: minutes on a laptop; the short context is DT's
+        n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=3000, lr=1.5e-3, warmup=100,
+        schedule="cosine", eval_episodes=10,
+    ),
+    "small-frames": dict(  # ours, on top of "small": as StARformer's
         n_head=2, d=96, context_len=2, batch_size=64, steps=3000, eval_every=0, sample=False,
     ),
 }
 
 
-class FrameEncoder(nn.Module):
-    """The convolutions of the DQN (Mnih et al., 2015) and one linear layer: frames (B, K, C, height, width), 0 to 255, to (B, K, d)."""
-
-    def __init__(self, shape, d):
-        super().__init__()
-        C, *sides = shape
-        rows, columns = ((((n - 8) // 4 + 1) - 4) // 2 + 1 - 2 for n in sides)
-        if min(rows, columns) < 1:
-            raise ValueError(f"frames of {sides[0]} x {sides[1]} pixels are too small for the convolutions: 36 x 36 at least")
-        self.first, self.conv2, self.conv3 = nn.Conv2d(C, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
-        self.fc = nn.Linear(64 * rows * columns, d)
-
-    def encode(self, x):
-        return self.fc(self.conv3(self.conv2(x.relu()).relu()).relu().flatten(1))
-
-    def start(self, x, s):
-        """The first convolution of frames x (N, C, height, width). Blocks of s x s pixels become channels: the same sums, and if s is the
-        stride, a shape that GPUs are quick at."""
-        first, (height, width), device = self.first, x.shape[-2:], x.device.type
-        w = first.weight.unflatten(3, (-1, s)).unflatten(2, (-1, s)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)    # (out, C s s, rows, columns)
-        x = F.pixel_unshuffle(x[..., : height - height % s, : width - width % s], s)
-        x = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype, memory_format=torch.channels_last)
-        # whole numbers up to 256 are exact in bfloat16, 255ths are not: the weights are scaled, not the pixels
-        return F.conv2d(x, w / 255, first.bias, first.stride[0] // s)
-
-    def forward(self, x, memory=None):
-        """memory: a dict that keeps a window's embeddings from one act to the next; a step's own never changes."""
-        old = None
-        if memory and x.shape[1] > 1:
-            old, x = memory["frames"][:, 1 - x.shape[1]:], x[:, -1:]
-        y = self.encode(self.start(x.flatten(0, 1), self.first.stride[0] if x.is_cuda else 1)).unflatten(0, x.shape[:2])
-        y = y if old is None else torch.cat([old, y], 1)
-        if memory is not None:
-            memory["frames"] = y
-        return y
-
-
-class QKVAttention(nn.Module):
-    """Eq. 2: attention from one sequence to another, without biases in Q, K and V.
-
-    mask (queries, keys): 0 where a query sees a key, -inf where not; None: causal.
-    """
-
-    def __init__(self, d, n_head, dropout):
-        super().__init__()
-        self.n_head, self.dropout = n_head, dropout
-        self.q, self.k, self.v = (nn.Linear(d, d, bias=False) for _ in range(3))
-        self.proj = nn.Linear(d, d)
-
-    def forward(self, query, key, value, mask=None):
-        def together(x, *layers):       # one product for all that read x: fewer, larger kernels
-            return F.linear(x, torch.cat([f.weight for f in layers])).chunk(len(layers), -1)
-
-        if query is key:
-            q, k, v = together(query, self.q, self.k, self.v)
-        else:
-            q, (k, v) = self.q(query), together(key, self.k, self.v) if key is value else (self.k(key), self.v(value))
-        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in (q, k, v))   # (B, H, queries or keys, d/H)
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
-        return self.proj(y.transpose(1, 2).flatten(2))                                      # (B, queries, d)
-
-
-def unseen(n, x):
-    """(n, n): 0 where a position sees another, itself and those before it; -inf where not. Of x's kind and device."""
-    return torch.full((n, n), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
-
-
-class ReturnBlock(nn.Module):
-    """Post-norm: self-attention, cross-attention to the returns, MLP, each added to x and then normalised.
-
-    The norms stand behind the residual, so that no path goes around the returns' scale and shift (Sec. 3.2).
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        d, self.cfg = cfg.d, cfg
-        self.mixer = nn.ModuleDict({"own": QKVAttention(d, cfg.n_head, cfg.dropout)})       # states and actions among themselves
-        if cfg.cross_attention:
-            self.mixer["cross"] = QKVAttention(d, cfg.n_head, cfg.dropout)
-            self.ln_key, self.ln_value = nn.LayerNorm(d), nn.LayerNorm(d)                   # NOTE(code): not in the paper's Eq. 7
-            if cfg.alpha:
-                self.alpha = nn.Linear(2 * d, d)
-        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.ReLU() if cfg.activation == "relu" else nn.GELU(), nn.Linear(4 * d, d))
-        self.drop = nn.Dropout(cfg.dropout)
-        # NOTE(code): without adaln the released block turns pre-norm as well; here one thing changes, Table 2's "w/o AdaLN"
-        self.norms = nn.ModuleList(nn.LayerNorm(d, eps=1e-6, elementwise_affine=not cfg.adaln) for _ in range(2 + cfg.cross_attention))
-        if cfg.adaln:
-            self.scale_shift = nn.Sequential(nn.SiLU(), nn.Linear(d, 2 * len(self.norms) * d))
-
-    def forward(self, x, c, p, steps=None):
-        """x (B, K, n, d) states and actions, c (B, K, d) returns, p (B, K, d) positions. Returns x's shape.
-
-        steps: a slice of the steps whose state token is wanted, (B, number of steps, 1, d); nobody reads the others after the last block.
-        """
-        K, n = x.shape[1:3]
-        tokens = x.flatten(1, 2)                                                            # (B, L, d): s_1 a_1 s_2 a_2 ...
-        asking, mask = tokens, None
-        if steps is not None:
-            mask, x = unseen(K * n, x)[::n][steps], x[:, steps, :1]                         # (steps, L)
-            asking = x.flatten(1, 2)
-        # step t sees R_1 .. R_t: a square of one token a step is plain causal attention, otherwise s_t and a_t see the same returns
-        past = None if x.shape[1:3] == (K, 1) else unseen(K, x)[steps or slice(None)].repeat_interleave(x.shape[2], 0)
-        if self.cfg.adaln:
-            c_now = c if steps is None else c[:, steps]
-            gamma_beta = self.scale_shift(c_now).to(self.scale_shift[1].weight.dtype)       # float32 under autocast as well
-            gamma_beta = gamma_beta[:, :, None].chunk(2 * len(self.norms), -1)              # each (B, steps, 1, d)
-
-        def norm(i, x):                                                                     # Eq. 10
-            y = self.norms[i](x)
-            return (1 + gamma_beta[2 * i]) * y + gamma_beta[2 * i + 1] if self.cfg.adaln else y
-
-        x = norm(0, x + self.drop(self.mixer["own"](asking, tokens, tokens, mask)).view_as(x))
-        if self.cfg.cross_attention:
-            z = self.drop(self.mixer["cross"](x.flatten(1, 2), self.ln_key(c + p), self.ln_value(c), past)).view_as(x)
-            if self.cfg.alpha:
-                z = (1 + self.alpha(torch.cat([z, x], -1))) * z                             # Eq. 8
-            x = norm(1, x + z)                                                              # Eq. 9
-        return norm(-1, x + self.drop(self.mlp(x)))
-
-
-class Model(nn.Module):
-    """Return-Aligned Decision Transformer for vectors or frames; actions are A numbers in [-1, 1] or one of A choices."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        if not (cfg.cross_attention or cfg.adaln):
-            raise ValueError("cross_attention and adaln are both off: nothing would read the return; leave one of them on")
-        self.cfg = cfg
-        d, self.frames = cfg.d, len(cfg.state_shape) == 3
-        self.embed_state = FrameEncoder(cfg.state_shape, d) if self.frames else nn.Linear(*cfg.state_shape, d)
-        self.embed_condition = nn.Linear(1, d)
-        if cfg.use_actions:
-            self.embed_action = nn.Embedding(cfg.act_dim, d) if cfg.discrete else nn.Linear(cfg.act_dim, d)
-        self.embed_timestep = nn.Linear(d, d) if cfg.position == "sinusoidal" else nn.Embedding(cfg.max_ep_len, d)
-        if cfg.position == "window":
-            self.embed_place = nn.Parameter(torch.zeros(cfg.context_len, d))
-        self.blocks = nn.ModuleList(ReturnBlock(cfg) for _ in range(cfg.n_layer))
-        self.head = nn.Linear(d, cfg.act_dim)           # behind a norm already: no final one
-        for module in self.modules():                   # NOTE(code): N(0, 0.02) everywhere; the paper gives only the zeros below
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        if cfg.position != "sinusoidal":
-            nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
-        for block in self.blocks:                       # the block starts as plain sums and plain layer norms (Sec. 3.2)
-            if cfg.adaln:
-                nn.init.zeros_(block.scale_shift[1].weight)
-            if cfg.cross_attention and cfg.alpha:
-                nn.init.zeros_(block.alpha.weight)
-
-    def positions(self, timesteps):
-        """(B, K, d): absolute steps of the episode, as a linear map of sines and cosines or from a learned table."""
-        t = timesteps.clamp(max=self.cfg.max_ep_len - 1)
-        if self.cfg.position == "learned":
-            return self.embed_timestep(t)
-        if self.cfg.position == "window":       # as released for Atari, but that acting took the last step's timestep there
-            return self.embed_timestep(t[:, :1]) + self.embed_place[:t.shape[1]]
-        d, dtype = self.cfg.d, self.head.weight.dtype
-        frequency = torch.exp(torch.arange(0, d, 2, device=t.device, dtype=dtype) * (-math.log(10000) / d))         # (d/2,)
-        angle = t[..., None] * frequency                                                    # (B, K, d/2)
-        return self.embed_timestep(torch.stack([angle.sin(), angle.cos()], -1).flatten(-2))
-
-    def hidden(self, states, actions, rewards, rtg, timesteps, steps, memory=None):
-        """(B, number of steps, d): the last layer at the state tokens of the steps in the slice steps."""
-        cfg, dtype = self.cfg, self.head.weight.dtype
-        if cfg.condition == "rtg":
-            c = rtg.to(dtype)
-        elif cfg.condition == "reward":     # the reward that led to s_t; the first step of a window has none
-            c = F.pad(rewards.to(dtype)[:, :-1], (0, 0, 1, 0))
-        else:
-            c = torch.ones_like(rtg, dtype=dtype)
-        c, p = self.embed_condition(c), self.positions(timesteps)                           # 2 x (B, K, d)
-        # NOTE(code): the encoder of frames ends in a SiLU here, where DT's ends in a tanh
-        x = [F.silu(self.embed_state(states, memory)) if self.frames else self.embed_state(states.to(dtype))]
-        if cfg.use_actions:
-            x.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
-        x = torch.stack(x, 2) + p[:, :, None]                                               # (B, K, n, d)
-        for i, block in enumerate(self.blocks):
-            x = block(x, c, p, steps if i == cfg.n_layer - 1 else None)
-        return x.squeeze(2)
-
-    def predict(self, x):
-        y = self.head(x)
-        return y if self.cfg.discrete else torch.tanh(y)
-
-    def forward(self, states, actions, rewards, rtg, timesteps, mask=None):
-        """Predict every step's action from what came before it.
-
-        states (B, K, S) or frames (B, K, C, height, width) from 0 to 255, actions (B, K, A) or (B, K) int64, rewards and rtg (B, K,
-        1), timesteps (B, K) int64. Returns (B, K, A): actions in [-1, 1], or logits. Padding stands right of the real steps, where
-        causal attention cannot see it: mask is not read.
-        NOTE(code): the released mask is inverted, so that in a padded window the real steps attend to the padding and to nothing else.
-        """
-        return self.predict(self.hidden(states, actions, rewards, rtg, timesteps, slice(None)))
-
-    def loss(self, batch):
-        """(loss, {"loss": loss}): squared error, or cross-entropy if discrete, averaged over the real steps of the batch."""
-        y = self(**batch).float()
-        if self.cfg.discrete:
-            error = F.cross_entropy(y.flatten(0, 1), batch["actions"].flatten(), reduction="none").view(y.shape[:2])    # (B, K)
-        else:
-            error = (y - batch["actions"]).square().mean(-1)                                # (B, K)
-        loss = (error * batch["mask"]).sum() / batch["mask"].sum()
-        return loss, {"loss": loss.detach()}
-
-    @torch.no_grad()
-    def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None, memory=None):
-        """The action for the last step of a history of any length; its own action and reward are placeholders that nobody reads.
-
-        Shapes as in forward. Returns (B, A), or (B,) int64: the likeliest choice, or one drawn with the generator if sample.
-        memory: a dict, empty at first, handed back at each next step of the same B episodes; frames are then embedded once.
-        """
-        history = [x[:, -self.cfg.context_len:] for x in (states, actions, rewards, rtg, timesteps)]
-        last = history[0].shape[1] - 1
-        y = self.predict(self.hidden(*history, slice(last, last + 1), memory))[:, -1]
-        if not self.cfg.discrete:
-            return y
-        return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)
-
-    @classmethod
-    def load(cls, run, which="last", device="cpu"):
-        """(model in eval mode, meta) from a run folder; meta holds all that acting needs besides the weights."""
-        checkpoint = torch.load(Path(run) / f"{which}.pt", map_location=device, weights_only=True)
-        model = cls(Config(**checkpoint["model_config"])).to(device)
-        model.load_state_dict(checkpoint["model"])
-        return model.eval(), checkpoint["meta"]
-
-
-ReturnAlignedDecisionTransformer = Model
-
-
-def unread(cfg):
-    """{input or parameter: why} for what the model is known not to read; the tests hold the model to everything else."""
-    out = {}
-    if cfg.condition != "rtg":
-        out["rtg"] = "condition is not rtg"
-    if cfg.condition != "reward":
-        out["rewards"] = "condition is not reward"
-    if not cfg.use_actions:
-        out["actions"] = "no action tokens"
-    return out
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
-    cfg = Config(d=64, n_layer=2, dropout=0.0)
-    model, B, K = Model(cfg), 8, cfg.context_len
-    batch = dict(states=torch.randn(B, K, *cfg.state_shape), actions=torch.rand(B, K, cfg.act_dim) * 2 - 1, rewards=torch.rand(B, K, 1),
-                 rtg=torch.rand(B, K, 1), timesteps=torch.arange(K).expand(B, K), mask=torch.ones(B, K, dtype=torch.bool))
+    B, K = 8, 20
+    cfg = Config(context_len=K, d=64, n_layer=2, dropout=0.0)
+    model = Model(cfg)
+    batch = dict(
+        states=torch.randn(B, K, *cfg.state_shape),
+        actions=torch.rand(B, K, cfg.act_dim) * 2 - 1,
+        rewards=torch.rand(B, K, 1),
+        rtg=torch.rand(B, K, 1),
+        timesteps=torch.arange(K).expand(B, K),
+        mask=torch.ones(B, K, dtype=torch.bool),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(101):
         loss, _ = model.loss(batch)

@@ -1,23 +1,23 @@
 """Environments whose observation is one gray frame, uint8 (84, 84): Atari games and DeepMind Control tasks.
 
-make("ALE/Breakout-v5") and make("dm_control/cheetah-run-v0") need no import or registration by the user. Frames are single:
-whoever reads them stacks them (4 for Atari, 3 for DeepMind Control). The emulator, the skipping, the no-ops and the gray picture
-of Atari are ale_py's and gymnasium's own; DeepMind Control has no gymnasium environment, so Control is one.
+make("ALE/Breakout-v5") and make("dm_control/cheetah-run-v0") need no import by the user, who stacks frames.
 """
-
 import ctypes.util
-import difflib
+import math
 import os
 import sys
 
+import cv2
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 
-GAMES = ("Breakout", "Pong", "Qbert", "Seaquest", "Asterix", "Frostbite", "Assault", "Gopher", "Boxing")
-# Action repeats: the StARformer paper's (4, walker 2), for the two tasks it leaves out those of PlaNet, its reference.
+from errors import nearest, short
+
+FRAMES = 108_000        # of an Atari episode at most: half an hour at 60 a second
+STEPS = 1000            # of DeepMind's suite in an episode
+# Action repeats: the StARformer paper's (4, walker 2), and for the two tasks it leaves out those of PlaNet.
 CONTROL = {"cheetah-run": 4, "ball_in_cup-catch": 4, "finger-spin": 2, "reacher-easy": 4, "walker-walk": 2}
-FRAMES = 108_000  # of an Atari episode at most: half an hour at 60 a second
-STEPS = 1000  # of the suite in an episode
 
 
 def ours(id):
@@ -25,52 +25,52 @@ def ours(id):
     return id.startswith(("ALE/", "dm_control/"))
 
 
-def emulator():
-    """ale_py, which registers its environments with gymnasium, told not to print its banner; that is too late for an emulator already made."""
+def register_atari():
+    """Importing ale_py registers its games; emulators made from now on print no banner."""
     import ale_py
 
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    return ale_py
 
 
 def atari(game, sticky=0.0, frame_skip=4, noop_max=30, render_mode=None):
-    """The game with gray frames, uint8 (84, 84): the maximum over the last two of `frame_skip` frames.
+    """A game, seen as the maximum of the last two of each `frame_skip` frames.
 
-    sticky: probability that the emulator repeats its last action, in each frame. noop_max: an episode starts with 1 to that many
-    frames of no action (0: none). A lost life ends nothing; after 108,000 frames, no-ops included, the episode is truncated.
+    sticky: chance that the emulator repeats its last action, in each frame. An episode starts with 1 to
+    noop_max frames of no action (0: none), goes on after a lost life, and is truncated after 108,000 frames.
     """
-    emulator()
-    env = gymnasium.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=sticky, full_action_space=False,
-                         max_num_frames_per_episode=FRAMES, render_mode=render_mode, disable_env_checker=True)
-    return gymnasium.wrappers.AtariPreprocessing(env, noop_max=noop_max, frame_skip=frame_skip, screen_size=84)
+    register_atari()
+    env = gymnasium.make(
+        f"ALE/{game}-v5", frameskip=1, repeat_action_probability=sticky, full_action_space=False,
+        max_num_frames_per_episode=FRAMES, render_mode=render_mode, disable_env_checker=True)
+    return gymnasium.wrappers.AtariPreprocessing(env, noop_max, frame_skip, screen_size=84)
 
 
 class Control(gymnasium.Env):
     """A task of the DeepMind Control suite, seen by its camera 0 in gray: uint8 (size, size).
 
-    An action is float32 (A,) in the task's bounds and is held for `action_repeat` of the suite's steps, whose rewards are added up.
-    The suite's time limit (1,000 of its steps) truncates. render() gives an RGB frame, uint8 (320, 320, 3).
-    Raises ValueError for a task the suite lacks, RuntimeError where nothing can render.
-    (The quadruped of dm_control 1.0.28 fails with numpy 2.4, which has no in1d any more.)
+    An action (A,), in the task's bounds, is held for `action_repeat` of the suite's steps, whose rewards are
+    added up. The suite's limit of 1,000 steps truncates. Raises ValueError for a task that the suite lacks,
+    RuntimeError where nothing can render.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
 
     def __init__(self, domain, task, action_repeat=4, size=84, render_mode=None):
         suite = load_suite()
-        names = [f"{d}-{t}" for d, t in suite.ALL_TASKS]
-        if f"{domain}-{task}" not in names:
-            raise ValueError(f"the suite has no task {domain}-{task}; {nearest(f'{domain}-{task}', names)}")
-        self.suite, self.repeat, self.size, self.render_mode = suite.load(domain, task), action_repeat, size, render_mode
-        self.metadata = self.metadata | {"render_fps": max(1, round(1 / (action_repeat * self.suite.control_timestep())))}
+        if (domain, task) not in suite.ALL_TASKS:
+            name, names = f"{domain}-{task}", ["-".join(pair) for pair in suite.ALL_TASKS]
+            raise ValueError(f"the suite has no task {name}; {nearest(name, names)}")
+        self.suite = suite.load(domain, task)
+        self.repeat, self.size, self.render_mode = action_repeat, size, render_mode
+        seconds = action_repeat * self.suite.control_timestep()
+        self.metadata = self.metadata | {"render_fps": max(1, round(1 / seconds))}
         bounds = self.suite.action_spec()
-        low, high = (np.broadcast_to(bound, bounds.shape).astype(np.float32) for bound in (bounds.minimum, bounds.maximum))
-        self.action_space = gymnasium.spaces.Box(low, high, dtype=np.float32)
+        self.action_space = gymnasium.spaces.Box(np.float32(bounds.minimum), np.float32(bounds.maximum))
         self.observation_space = gymnasium.spaces.Box(0, 255, (size, size), np.uint8)
         try:
-            self.frame()  # a machine that can't render says so now
+            self.frame()        # a machine that cannot render says so now
         except Exception as error:
-            raise no_renderer(error) from error
+            raise no_renderer(short(error)) from error
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -82,106 +82,92 @@ class Control(gymnasium.Env):
     def step(self, action):
         reward = 0.0
         for _ in range(self.repeat):
-            time = self.suite.step(np.asarray(action, np.float64))
+            time = self.suite.step(action)
             reward += time.reward
             if time.last():
                 break
-        ended = time.last() and time.discount == 0  # the suite's way to tell an end from its time limit
-        return self.frame(), reward, ended, time.last() and not ended, {}
+        terminated = time.last() and time.discount == 0     # at its time limit the suite's discount stays 1
+        return self.frame(), reward, terminated, time.last() and not terminated, {}
 
-    def picture(self, size):
-        return self.suite.physics.render(size, size, camera_id=0)  # (size, size, 3)
+    def render(self, size=320):
+        return self.suite.physics.render(size, size, camera_id=0)       # (size, size, 3)
 
     def frame(self):
-        return np.rint(self.picture(self.size) @ np.float32([0.299, 0.587, 0.114])).astype(np.uint8)  # luminance (ITU-R 601)
-
-    def render(self):
-        return self.picture(320)
+        return cv2.cvtColor(self.render(self.size), cv2.COLOR_RGB2GRAY)
 
     def close(self):
         self.suite.close()
 
 
 def load_suite():
-    """dm_control's suite. Its way of rendering is fixed by MUJOCO_GL when it is first imported, so that is set here, if at all."""
+    """dm_control's suite. It reads MUJOCO_GL, what to render with, when it is imported: here, if at all."""
     if sys.platform == "linux" and not os.environ.get("DISPLAY") and "MUJOCO_GL" not in os.environ:
-        found = [name for name, library in (("egl", "EGL"), ("osmesa", "OSMesa")) if ctypes.util.find_library(library)]
+        found = [name for name in ("EGL", "OSMesa") if ctypes.util.find_library(name)]
         if not found:
             raise no_renderer("neither library was found")
-        os.environ["MUJOCO_GL"] = found[0]
+        os.environ["MUJOCO_GL"] = found[0].lower()
     try:
         from dm_control import suite
-    except ModuleNotFoundError as error:
-        if error.name == "dm_control":
-            raise
-        raise no_renderer(error) from error
-    except Exception as error:  # each driver has its own
-        raise no_renderer(error) from error
+    except Exception as error:      # each driver has its own
+        raise no_renderer(short(error)) from error
     return suite
 
 
 def no_renderer(why):
-    why = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-    return RuntimeError(f"frames of dm_control can't be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')} ({why}). Without a display, "
-                        "egl and osmesa can: on Debian, apt-get install libegl1 libgl1-mesa-dri (or libosmesa6), and MUJOCO_GL=egl (or osmesa)")
-
-
-def nearest(name, names):
-    """The end of a message about a wrong name."""
-    near = difflib.get_close_matches(name, names, 5, 0.5)
-    return f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(names)}"
-
-
-def steps(frames, each):
-    if each < 1:
-        raise ValueError(f"frame_skip and action_repeat must be at least 1, not {each}")
-    return -(-frames // each)
+    return RuntimeError(
+        f"frames of dm_control can't be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')}. Without "
+        "a display, egl and osmesa can: on Debian, apt-get install libegl1 libgl1-mesa-dri (or libosmesa6), "
+        f"and MUJOCO_GL=egl (or osmesa). {why}")
 
 
 def spec(id, **kwargs):
-    """gymnasium's EnvSpec of an id "ALE/<Game>-v5" (kwargs: as of `atari`) or "dm_control/<domain>-<task>-v0" (as of `Control`).
+    """gymnasium's EnvSpec of ALE/<Game>-v5 (kwargs: of atari) or dm_control/<domain>-<task>-v0 (of Control).
 
-    It survives to_json and from_json, so Minari can store it, and gymnasium.make takes it wherever this file can be imported.
-    max_episode_steps: 27,000 for Atari, 1,000 / action_repeat for dm_control. Raises ValueError for a wrong name.
+    Minari can store it, and gymnasium.make takes it wherever this file can be imported. Raises ValueError for
+    a wrong name.
     """
-    family, name = id.split("/", 1)
-    if family == "ALE":
-        ale = emulator()
-        known = [f"ALE/{ale.registration.rom_id_to_name(rom)}-v5" for rom in ale.roms.get_all_rom_ids()]
+    if id.startswith("ALE/"):
+        register_atari()
+        known = [name for name in gymnasium.registry if name.startswith("ALE/")]
         if id not in known:
             raise ValueError(f"no Atari game is called {id}; {nearest(id, known)}")
-        entry, kwargs = "atari", {"game": name.removesuffix("-v5"), "sticky": 0.0, "frame_skip": 4, "noop_max": 30} | kwargs
-        limit = steps(FRAMES, kwargs["frame_skip"])
+        game = id.removeprefix("ALE/").removesuffix("-v5")
+        kwargs = {"game": game, "sticky": 0.0, "frame_skip": 4, "noop_max": 30} | kwargs
+        entry, length, skip = "atari", FRAMES, kwargs["frame_skip"]
     else:
-        task = name.removesuffix("-v0")
-        if task == name or "-" not in task:
-            raise ValueError(f"ids of dm_control are dm_control/<domain>-<task>-v0, as dm_control/cheetah-run-v0, not {id}")
-        domain, _, rest = task.partition("-")
-        entry, kwargs = "Control", {"domain": domain, "task": rest, "action_repeat": CONTROL.get(task, 4), "size": 84} | kwargs
-        limit = steps(STEPS, kwargs["action_repeat"])
-    return gymnasium.envs.registration.EnvSpec(id, f"policies.screens:{entry}", max_episode_steps=limit, kwargs=kwargs)
+        name = id.removeprefix("dm_control/").removesuffix("-v0")
+        domain, _, task = name.partition("-")
+        if not task or not id.endswith("-v0"):
+            raise ValueError(f"{id}: ids are dm_control/<domain>-<task>-v0, as dm_control/cheetah-run-v0")
+        kwargs = {"domain": domain, "task": task, "action_repeat": CONTROL.get(name, 4), "size": 84} | kwargs
+        entry, length, skip = "Control", STEPS, kwargs["action_repeat"]
+    if skip < 1:
+        raise ValueError(f"frame_skip and action_repeat must be at least 1, not {skip}")
+    limit = math.ceil(length / skip)
+    return EnvSpec(id, f"policies.screens:{entry}", max_episode_steps=limit, kwargs=kwargs)
 
 
 def make(id, **kwargs):
-    """A gymnasium environment from an id (kwargs: as of `spec`, and render_mode="rgb_array") or from an EnvSpec with such an id.
+    """The environment of an id (kwargs: as of spec(), and render_mode) or of an EnvSpec with such an id.
 
-    A spec that somebody else recorded, e.g. in a published Minari set, is made as it was recorded. Of a spec, kwargs can change
-    render_mode only: its length belongs to its other settings. Raises ValueError for a wrong name.
+    A spec, even one that somebody else recorded, is made as it was recorded: kwargs can change render_mode
+    only. Raises ValueError for a wrong name.
     """
     if isinstance(id, str):
         render_mode = kwargs.pop("render_mode", None)
-        return gymnasium.make(spec(id, **kwargs), render_mode=render_mode, disable_env_checker=True)
-    if id.id.startswith("ALE/"):
-        emulator()
+        id, kwargs = spec(id, **kwargs), {"render_mode": render_mode}
+    elif id.id.startswith("ALE/"):
+        register_atari()
     return gymnasium.make(id, disable_env_checker=True, **kwargs)
 
 
 def describe(env):
-    """One line about an environment made here, from the environment itself: what a run's head should say."""
-    limit = f"{env.spec.max_episode_steps:,} steps"
-    if env.spec.id.startswith("ALE/"):
-        skip, noops = env.get_wrapper_attr("frame_skip"), env.get_wrapper_attr("noop_max")
-        sticky, meanings = env.unwrapped.ale.getFloat("repeat_action_probability"), env.unwrapped.get_action_meanings()
-        actions = f"{len(meanings)} actions ({' '.join(meanings)})"
-        return f"{env.spec.name}: skip {skip}, sticky {round(sticky, 3)}, {actions}, up to {noops} no-ops, at most {limit}"
-    return f"{env.spec.name}: action repeat {env.unwrapped.repeat}, {limit}"
+    """One line about an environment made here, read from the environment itself."""
+    name, limit = env.spec.name, f"{env.spec.max_episode_steps:,} steps"
+    if not env.spec.id.startswith("ALE/"):
+        return f"{name}: action repeat {env.unwrapped.repeat}, {limit}"
+    skip, noops = env.get_wrapper_attr("frame_skip"), env.get_wrapper_attr("noop_max")
+    sticky = round(env.unwrapped.ale.getFloat("repeat_action_probability"), 3)
+    actions = env.unwrapped.get_action_meanings()
+    return (f"{name}: skip {skip}, sticky {sticky}, {len(actions)} actions ({' '.join(actions)}), "
+            f"up to {noops} no-ops, at most {limit}")

@@ -1,9 +1,10 @@
-"""Screens: the protocol under which a game of Atari or a DeepMind Control task is played, one gray frame at a time.
+"""Screens: the protocol under which Atari and DeepMind Control are played, one gray frame at a time.
 
-A score on Atari means little without its protocol (frames skipped, sticky actions, no-ops, what ends an episode), so each part of it is
-held here to a slow version or to the emulator's own counters. Run alone: pytest tests/test_09_screens.py
+A score on Atari means little without its protocol (frames skipped, sticky actions, no-ops, what ends an
+episode), so each part of it is held here to a slow version or to the emulator's own counters.
+
+    pytest tests/test_09_screens.py
 """
-
 import os
 import subprocess
 import sys
@@ -16,16 +17,17 @@ gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("ale_py")
 from gymnasium.envs.registration import EnvSpec  # noqa: E402
 
-from policies import collect, screens  # noqa: E402
+import envs  # noqa: E402
+from errors import UserError  # noqa: E402
+from policies import screens  # noqa: E402
 
 ROOT = Path(screens.__file__).parent.parent
 
 
 def fresh(code, **variables):
     """A new process in the repository's folder; variables set to None are removed."""
-    variables = os.environ | variables
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          env={key: value for key, value in variables.items() if value is not None})  # fmt: skip
+    given = {key: value for key, value in (os.environ | variables).items() if value is not None}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=given)
 
 
 def frames_of(env):
@@ -43,21 +45,23 @@ def fire(env, steps, seed=0):
 
 def test_a_fresh_process_finds_the_game_and_prints_nothing():
     """No import or registration by the user, and no banner of the emulator."""
-    run = fresh("from policies import collect; env = collect.make('ALE/Breakout-v5'); env.reset(seed=0); env.step(1)")
+    run = fresh("import envs; env = envs.make('ALE/Breakout-v5'); env.reset(seed=0); env.step(1)")
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("game", screens.GAMES)
-def test_all_games_give_one_gray_frame_and_advance_four_a_step(game):
-    """A wrong skip (gymnasium's own default skips 4 in the emulator) would make 16 of 4, and every score another."""
-    env = screens.make(f"ALE/{game}-v5")
+@pytest.mark.parametrize("id", [env.id for env in envs.ENVS.values() if env.family == "atari"])
+def test_all_games_give_one_gray_frame_and_advance_four_a_step(id):
+    """A wrong skip (gymnasium's default skips 4 in the emulator) would make 16 of 4, and other scores."""
+    env = screens.make(id)
     frame, _ = env.reset(seed=0)
-    assert env.observation_space == gymnasium.spaces.Box(0, 255, (84, 84), np.uint8) and frame in env.observation_space
+    assert env.observation_space == gymnasium.spaces.Box(0, 255, (84, 84), np.uint8)
+    assert frame in env.observation_space
     assert env.action_space == gymnasium.spaces.Discrete(len(env.unwrapped.ale.getMinimalActionSet()))
     before, total = frames_of(env), env.unwrapped.ale.getFrameNumber()
     for step in range(1, 6):
         frame = env.step(env.action_space.n - 1)[0]
-        assert frames_of(env) == before + 4 * step and env.unwrapped.ale.getFrameNumber() == total + 4 * step
+        assert frames_of(env) == before + 4 * step
+        assert env.unwrapped.ale.getFrameNumber() == total + 4 * step
         assert frame in env.observation_space
 
 
@@ -68,8 +72,8 @@ def test_a_frame_is_the_maximum_of_the_last_two_in_gray_at_84_by_84():
     ale = other.unwrapped.ale
 
     def areas(n):  # (84, n): the share of each of n pixels in each of 84
-        edges = np.arange(85) * n / 84
-        return np.clip(np.minimum(edges[1:, None], np.arange(n) + 1) - np.maximum(edges[:-1, None], np.arange(n)), 0, 1) * 84 / n
+        edges, pixels = np.arange(85)[:, None] * n / 84, np.arange(n)
+        return np.clip(np.minimum(edges[1:], pixels + 1) - np.maximum(edges[:-1], pixels), 0, 1) * 84 / n
 
     differ = 0
     for frame in shown[1:]:
@@ -87,15 +91,17 @@ def test_a_frame_is_the_maximum_of_the_last_two_in_gray_at_84_by_84():
 
 def test_actions_are_never_sticky_unless_asked_for():
     """Evaluation plays without, the DQN-replay data were made with 0.25: both must be what they say."""
-    assert screens.make("ALE/Pong-v5").unwrapped.ale.getFloat("repeat_action_probability") == 0
-    assert screens.make("ALE/Pong-v5", sticky=0.25).unwrapped.ale.getFloat("repeat_action_probability") == 0.25
+    for kwargs, probability in ({}, 0), ({"sticky": 0.25}, 0.25):
+        ale = screens.make("ALE/Pong-v5", **kwargs).unwrapped.ale
+        assert ale.getFloat("repeat_action_probability") == probability
 
     def paddle(sticky):
         env = screens.make("ALE/Pong-v5", sticky=sticky)
         env.reset(seed=0)
         return [env.step(2)[0] is not None and env.unwrapped.ale.getRAM()[51] for _ in range(10)]
 
-    assert len(set(paddle(0.0))) > 3 and len(set(paddle(1.0))) == 1  # always sticky: the no-op of the start is repeated for ever
+    assert len(set(paddle(0.0))) > 3
+    assert len(set(paddle(1.0))) == 1       # always sticky: the no-op of the start is repeated for ever
 
 
 def test_a_lost_life_ends_nothing():
@@ -113,7 +119,8 @@ def test_a_lost_life_ends_nothing():
 def test_after_108_000_frames_an_episode_is_truncated(monkeypatch):
     """No-ops included. The emulator's own count, so a short cap is enough to try it."""
     env = screens.make("ALE/Breakout-v5")
-    assert env.unwrapped.ale.getInt("max_num_frames_per_episode") == 108_000 and env.spec.max_episode_steps == 27_000
+    assert env.unwrapped.ale.getInt("max_num_frames_per_episode") == 108_000
+    assert env.spec.max_episode_steps == 27_000
     assert screens.make("ALE/Breakout-v5", frame_skip=3).spec.max_episode_steps == 36_000
     monkeypatch.setattr(screens, "FRAMES", 400)
     env = screens.make("ALE/Breakout-v5")
@@ -143,23 +150,28 @@ def test_the_same_seed_gives_the_same_game_and_two_side_by_side_do_not_meet():
     alone, other = fire(a, 20, seed=3), fire(b, 20, seed=4)
     a.reset(seed=3), b.reset(seed=4)
     pairs = [(a.step(1)[0], b.step(1)[0]) for _ in range(20)]
-    assert np.array_equal(alone[1:], [p[0] for p in pairs]) and np.array_equal(other[1:], [p[1] for p in pairs])
+    assert np.array_equal(alone[1:], [p[0] for p in pairs])
+    assert np.array_equal(other[1:], [p[1] for p in pairs])
 
 
 @pytest.mark.parametrize("id, near", [
-    ("ALE/Brakout-v5", "ALE/Breakout-v5"), ("ALE/breakout-v5", "ALE/Breakout-v5"), ("ALE/Breakout-v4", "ALE/Breakout-v5"),
+    ("ALE/Brakout-v5", "ALE/Breakout-v5"), ("ALE/breakout-v5", "ALE/Breakout-v5"),
+    ("ALE/Breakout-v4", "ALE/Breakout-v5"),
     ("dm_control/cheetahrun-v0", "dm_control/cheetah-run-v0"),
-])  # fmt: skip
+])
 def test_a_wrong_name_names_the_nearest(id, near):
-    """Before any emulator is started."""
+    """Before any emulator is started; also to whoever asks through envs.py."""
     with pytest.raises(ValueError, match=near):
-        collect.make(id)
+        screens.make(id)
+    with pytest.raises(UserError, match=near):
+        envs.make(id)
 
 
-@pytest.mark.parametrize("id, kwargs", [("ALE/Pong-v5", {"frame_skip": 0}), ("dm_control/cheetah-run-v0", {"action_repeat": -1})])
+@pytest.mark.parametrize("id, kwargs", [
+    ("ALE/Pong-v5", {"frame_skip": 0}), ("dm_control/cheetah-run-v0", {"action_repeat": -1})])
 def test_less_than_one_frame_a_step_is_refused(id, kwargs):
     with pytest.raises(ValueError, match="at least 1"):
-        collect.make(id, **kwargs)
+        screens.make(id, **kwargs)
 
 
 def test_a_spec_survives_json_and_makes_the_same_environment():
@@ -167,26 +179,29 @@ def test_a_spec_survives_json_and_makes_the_same_environment():
     env = screens.make("ALE/Pong-v5", sticky=0.25, noop_max=5)
     for spec in env.spec, screens.spec("ALE/Pong-v5", sticky=0.25, noop_max=5):
         spec = EnvSpec.from_json(spec.to_json())
-        for again in collect.make(spec), gymnasium.make(spec):
-            assert screens.describe(again) == screens.describe(env) and again.spec.max_episode_steps == 27_000
+        for again in envs.make(spec), gymnasium.make(spec):
+            assert screens.describe(again) == screens.describe(env)
+            assert again.spec.max_episode_steps == 27_000
             assert np.array_equal(fire(again, 10), fire(env, 10))
-    film = collect.make(spec, render_mode="rgb_array")
+    film = envs.make(spec, render_mode="rgb_array")
     film.reset(seed=0)
     assert film.render().shape == (210, 160, 3)
-    assert collect.make("ALE/Pong-v5", render_mode="rgb_array").reset(seed=0)[0].shape == (84, 84)
+    assert envs.make("ALE/Pong-v5", render_mode="rgb_array").reset(seed=0)[0].shape == (84, 84)
 
 
 def test_a_spec_of_somebody_else_is_made_as_recorded():
     """Published sets hold colour frames and the emulator's own skip; they must not become ours silently."""
-    env = collect.make(EnvSpec.from_json(gymnasium.spec("ALE/Pong-v5").to_json()))
+    env = envs.make(EnvSpec.from_json(gymnasium.spec("ALE/Pong-v5").to_json()))
     assert env.observation_space.shape == (210, 160, 3)
 
 
 def test_the_line_for_the_head_of_a_run():
     """What makes two scores comparable, read from the environment itself."""
     assert screens.describe(screens.make("ALE/Breakout-v5")) == (
-        "Breakout: skip 4, sticky 0.0, 4 actions (NOOP FIRE RIGHT LEFT), up to 30 no-ops, at most 27,000 steps")  # fmt: skip
-    assert "skip 2, sticky 0.25, 6 actions" in screens.describe(screens.make("ALE/Pong-v5", sticky=0.25, frame_skip=2))
+        "Breakout: skip 4, sticky 0.0, 4 actions (NOOP FIRE RIGHT LEFT), up to 30 no-ops, "
+        "at most 27,000 steps")
+    other = screens.describe(screens.make("ALE/Pong-v5", sticky=0.25, frame_skip=2))
+    assert "skip 2, sticky 0.25, 6 actions" in other
 
 
 # ---------------------------------------------------------------- DeepMind Control
@@ -218,18 +233,22 @@ def episode(env, actions, seed=0):
 def test_the_five_tasks(control, task, repeat):
     """Length, bounds and frames of each; the suite's episodes have 1,000 steps."""
     env = control(task)
-    assert env.spec.max_episode_steps == 1000 // repeat and screens.describe(env) == f"{task}: action repeat {repeat}, {1000 // repeat} steps"
-    assert env.action_space.dtype == np.float32 and (env.action_space.low == -1).all() and (env.action_space.high == 1).all()
-    env.action_space.seed(0)
-    frames, _, _ = episode(env, [env.action_space.sample() for _ in range(3)])
-    assert env.observation_space == gymnasium.spaces.Box(0, 255, (84, 84), np.uint8) and all(frame in env.observation_space for frame in frames)
+    assert env.spec.max_episode_steps == 1000 // repeat
+    assert screens.describe(env) == f"{task}: action repeat {repeat}, {1000 // repeat} steps"
+    space = env.action_space
+    assert space.dtype == np.float32 and (space.low == -1).all() and (space.high == 1).all()
+    space.seed(0)
+    frames, _, _ = episode(env, [space.sample() for _ in range(3)])
+    assert env.observation_space == gymnasium.spaces.Box(0, 255, (84, 84), np.uint8)
+    assert all(frame in env.observation_space for frame in frames)
     assert all((a != b).any() for a, b in zip(frames, frames[1:], strict=False))
     env.close()
 
 
 def test_a_step_adds_up_the_rewards_of_the_suites_steps_under_one_action(control):
     """Against the suite stepped by hand, its camera and its luminance."""
-    env, actions = control("cheetah-run"), np.random.default_rng(0).uniform(-1, 1, (5, 6)).astype(np.float32)
+    env = control("cheetah-run")
+    actions = np.random.default_rng(0).uniform(-1, 1, (5, 6)).astype(np.float32)
     frames, rewards, _ = episode(env, actions, seed=3)
     slow = screens.load_suite().load("cheetah", "run", task_kwargs={"random": 3})
     slow.reset()
@@ -265,16 +284,18 @@ def test_the_same_seed_gives_the_same_start_and_another_seed_another(control):
 def test_a_control_spec_survives_json(control):
     """As Minari stores it; for a film render() is larger, and in colour."""
     spec = EnvSpec.from_json(screens.spec("dm_control/walker-walk-v0", action_repeat=5, size=64).to_json())
-    env = collect.make(spec, render_mode="rgb_array")
-    assert env.reset(seed=0)[0].shape == (64, 64) and env.render().shape == (320, 320, 3) and env.spec.max_episode_steps == 200
-    assert env.metadata["render_fps"] == 8  # 0.025 s a step of the suite
+    env = envs.make(spec, render_mode="rgb_array")
+    assert env.reset(seed=0)[0].shape == (64, 64) and env.render().shape == (320, 320, 3)
+    assert env.spec.max_episode_steps == 200
+    assert env.metadata["render_fps"] == 8      # 0.025 s a step of the suite
     with pytest.raises(ValueError, match="cheetah-run"):
         control("cheeta-run")
 
 
 def test_rendering_is_set_up_only_where_it_is_needed_and_nothing_is_printed(control):
     """MUJOCO_GL is this process's business: Atari leaves it alone, and a user's choice stays."""
-    code = "import os; from policies import screens; e = screens.make({!r}); e.reset(seed=0); e.close(); print(os.environ.get('MUJOCO_GL'))"
+    code = ("import os; from policies import screens; e = screens.make({!r}); e.reset(seed=0); e.close(); "
+            "print(os.environ.get('MUJOCO_GL'))")
     run = fresh(code.format("ALE/Pong-v5"), MUJOCO_GL=None, DISPLAY=None)
     assert (run.stdout, run.stderr) == ("None\n", "")
     run = fresh(code.format("dm_control/reacher-easy-v0"), MUJOCO_GL=None, DISPLAY=None)
@@ -290,5 +311,6 @@ def test_where_nothing_renders_the_error_says_what_was_tried_and_what_to_install
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(RuntimeError, match="egl and osmesa can: .* libegl1 .* libosmesa6"):
         screens.make("dm_control/cheetah-run-v0")
-    run = fresh("from policies import screens; screens.make('dm_control/cheetah-run-v0')", MUJOCO_GL="disable")
-    assert "RuntimeError: frames of dm_control can't be rendered with MUJOCO_GL=disable" in run.stderr.splitlines()[-1]
+    code = "from policies import screens; screens.make('dm_control/cheetah-run-v0')"
+    last = fresh(code, MUJOCO_GL="disable").stderr.splitlines()[-1]
+    assert "RuntimeError: frames of dm_control can't be rendered with MUJOCO_GL=disable" in last

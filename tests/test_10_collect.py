@@ -1,9 +1,10 @@
 """Collecting: python policies/collect.py NAME makes a set again, offline, from (name, steps, seed).
 
-A learner trusts a result as far as the data under it: these tests say what the sets promise. Run alone:
-pytest tests/test_10_collect.py
-"""
+A learner trusts a result as far as the data under it: these tests say what the sets promise.
 
+    pytest tests/test_10_collect.py
+"""
+import errno
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import time
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,10 @@ import pytest
 
 pytest.importorskip("gymnasium_robotics")
 pytest.importorskip("minari")
+import envs  # noqa: E402
+from errors import UserError  # noqa: E402
 from policies import collect as c  # noqa: E402
-from policies import screens  # noqa: E402
+from policies import players, screens  # noqa: E402
 
 SCRIPT = Path(c.__file__)
 
@@ -65,7 +69,8 @@ def test_the_same_name_steps_and_seed_give_the_same_bits(name):
 
 def test_another_seed_gives_another_set():
     """Else five seeds would be one seed, five times."""
-    assert not np.array_equal(load("pointmaze-umaze", 300, 0)[0].actions, load("pointmaze-umaze", 300, 1)[0].actions)
+    one, other = (load("pointmaze-umaze", 300, seed)[0].actions for seed in (0, 1))
+    assert not np.array_equal(one, other)
 
 
 def test_asking_for_more_keeps_the_episodes_there_were():
@@ -77,7 +82,7 @@ def test_asking_for_more_keeps_the_episodes_there_were():
 @pytest.mark.parametrize("name", ["hopper-medium", "hopper-medium-expert", "pointmaze-umaze"])
 @pytest.mark.parametrize("steps", [1, 700])
 def test_a_set_is_whole_episodes_and_at_most_one_more_than_asked(name, steps):
-    """A cut-off last episode would have a wrong return; hundreds of steps too many would be another experiment."""
+    """A cut-off last episode would have a wrong return; many steps too many would be another experiment."""
     episodes = load(name, steps)
     lengths = [len(e.rewards) for e in episodes]
     assert sum(lengths) >= steps > sum(lengths[:-1])
@@ -94,7 +99,7 @@ def test_a_fall_is_a_termination_and_the_time_limit_a_truncation():
 
 
 def test_an_episode_has_one_observation_more_than_actions():
-    """T + 1 observations, T of everything else; mazes store Dict observations, as their environment gives them."""
+    """T + 1 observations, T of everything else; mazes store dicts, as their environment gives them."""
     hopper, ant = load("hopper-medium", 1)[0], load("antmaze-umaze", 1)[0]
     steps = len(hopper.rewards)
     assert hopper.observations.shape == (steps + 1, 11) and hopper.actions.shape == (steps, 3)
@@ -106,15 +111,16 @@ def test_an_episode_has_one_observation_more_than_actions():
     assert hopper.actions.dtype == np.float32 and ant.actions.shape == (700, 8)
 
 
-@pytest.mark.parametrize("name", ["hopper-expert", "walker2d-medium", "halfcheetah-medium", "ant-medium-replay", "pointmaze-umaze"])
+@pytest.mark.parametrize("name", [
+    "hopper-expert", "walker2d-medium", "halfcheetah-medium", "ant-medium-replay", "pointmaze-umaze"])
 def test_the_stored_actions_played_in_gymnasium_give_the_stored_episode(name):
-    """The environment recovered from the set, put in the stored first state, returns the stored observations and rewards."""
+    """In the environment recovered from the set, reset as it was: the stored observations and rewards."""
     import minari
 
     dataset = minari.load_dataset(c.collect(name, 1, progress=False))
     episode, env = dataset[0], dataset.recover_environment()
-    rng = np.random.default_rng([0, 0])  # the collector's first number from an episode's generator is its reset seed
-    options = c.FAR.get(name)
+    rng = np.random.default_rng([0, 0])     # its first number is the seed of the episode's reset
+    options = envs.ENVS[name].starts.get("far")
     observation, _ = env.reset(seed=int(rng.integers(2**31)), options=options)
     maze = isinstance(observation, dict)
     if maze:
@@ -131,7 +137,7 @@ def test_the_stored_actions_played_in_gymnasium_give_the_stored_episode(name):
 
 
 def test_the_point_always_reaches_its_goal_and_the_returns_spread():
-    """Success is never the question in this set, only when: what a return-conditioned model can learn from."""
+    """Success is never the question in this set, only when: what a model can learn from returns."""
     episodes = load("pointmaze-umaze", 6000)
     assert all(e.rewards.max() > 0 for e in episodes)
     assert returns(episodes).std() > 30
@@ -139,22 +145,23 @@ def test_the_point_always_reaches_its_goal_and_the_returns_spread():
 
 def test_one_episode_in_five_runs_the_far_pair():
     """The task of the evaluation, with its own range of returns to aim at."""
-    episodes, far = load("pointmaze-umaze", 3000), c.FAR["pointmaze-umaze"]
-    centre = {key: np.array([cell[1] - 2.0, 2.0 - cell[0]]) for key, cell in far.items()}  # 5 x 5 cells of 1 m
+    episodes, far = load("pointmaze-umaze", 3000), envs.ENVS["pointmaze-umaze"].starts["far"]
+    centre = {key: np.array([cell[1] - 2.0, 2.0 - cell[0]]) for key, cell in far.items()}   # cells of 1 m
     start = np.array([e.observations["achieved_goal"][0] for e in episodes])
     goal = np.array([e.observations["desired_goal"][0] for e in episodes])
-    pair = (abs(start - centre["reset_cell"]).max(1) <= 0.25) & (abs(goal - centre["goal_cell"]).max(1) <= 0.25)
+    pair = abs(start - centre["reset_cell"]).max(1) <= 0.25
+    pair &= abs(goal - centre["goal_cell"]).max(1) <= 0.25
     assert len(episodes) == 10 and pair[::5].all() and pair.sum() <= 4
 
 
 @pytest.mark.parametrize("maze", ["umaze", "medium", "large"])
 def test_the_far_pair_is_the_longest_way_of_its_maze(maze):
     """By breadth-first search from every cell."""
-    made = c.SETS[f"pointmaze-{maze}"]
-    maze_map, far = c.spec_of(made.env, {}, None).kwargs["maze_map"], c.FAR[made.name]
+    name = f"pointmaze-{maze}"
+    maze_map, far = c.SETS[name].spec().kwargs["maze_map"], envs.ENVS[name].starts["far"]
 
     def steps_to(goal):
-        way, count = c.next_cells(maze_map, goal), {}
+        way, count = players.next_cells(maze_map, goal), {}
         for cell in way:
             at, n = cell, 0
             while way[at] != at:
@@ -162,12 +169,13 @@ def test_the_far_pair_is_the_longest_way_of_its_maze(maze):
             count[cell] = n
         return count
 
-    longest = max(max(steps_to(goal).values()) for goal in c.next_cells(maze_map, tuple(far["goal_cell"])))
+    cells = players.next_cells(maze_map, tuple(far["goal_cell"]))
+    longest = max(max(steps_to(goal).values()) for goal in cells)
     assert steps_to(tuple(far["goal_cell"]))[tuple(far["reset_cell"])] == longest
 
 
 def test_the_ant_runs_where_it_is_told():
-    """A quarter turn in the world and the same turn of the ant are the same input: it knows directions only from its heading."""
+    """A quarter turn of the world and of the ant in it changes no input: it knows its heading only."""
     observation = np.random.default_rng(0).standard_normal(27)
     observation[1:5] /= np.linalg.norm(observation[1:5])
     w, x, y, z = observation[1:5]
@@ -175,23 +183,26 @@ def test_the_ant_runs_where_it_is_told():
     turned = observation.copy()
     turned[1:5] = s * np.array([w - z, x - y, y + x, z + w])  # (s, 0, 0, s) * quaternion
     turned[13:15] = -observation[14], observation[13]
-    here, there = c.AntFollower.inputs(observation, 0.3), c.AntFollower.inputs(turned, 0.3 + np.pi / 2)
+    here = players.seen_from_heading(observation, 0.3)
+    there = players.seen_from_heading(turned, 0.3 + np.pi / 2)
     assert here.shape == (29,) and np.allclose(here, there)
-    observation[1:5] = np.cos(0.5), 0, 0, np.sin(0.5)  # upright, heading 1 rad to the left of +x, told to go there
-    inputs = c.AntFollower.inputs(observation, 1.0)
+    observation[1:5] = np.cos(0.5), 0, 0, np.sin(0.5)       # upright, heading 1 rad to the left of +x
+    inputs = players.seen_from_heading(observation, 1.0)
     assert np.allclose(inputs[1:5], [1, 0, 0, 0]) and np.allclose(inputs[-2:], [1, 0])
 
 
 def test_an_antmaze_set_has_successes_and_failures():
-    """About two episodes of three arrive, all in the one task of the maze; six of the seed 0 show both kinds."""
+    """About two episodes of three arrive, all in the one task of the maze; six episodes show both kinds."""
     episodes = load("antmaze-umaze", 4200)
     assert 2 <= sum(e.rewards.max() > 0 for e in episodes) <= 5
-    assert all(np.allclose(e.observations["achieved_goal"][0], [-4, 4], atol=1) for e in episodes)  # cell [1, 1], 4 m cells
+    starts = [e.observations["achieved_goal"][0] for e in episodes]
+    assert np.allclose(starts, [-4, 4], atol=1)     # cell [1, 1] of cells of 4 m
 
 
 def test_medium_replay_holds_worse_and_expert_better_than_medium():
     """The four sets differ in what they are named for."""
-    replay, medium, expert = (returns(load(f"hopper-{kind}", 2500)) for kind in ("medium-replay", "medium", "expert"))
+    kinds = "medium-replay", "medium", "expert"
+    replay, medium, expert = (returns(load(f"hopper-{kind}", 2500)) for kind in kinds)
     assert replay.mean() < medium.mean() < expert.mean()
     assert replay.std() > 150
 
@@ -211,7 +222,8 @@ def short(monkeypatch):
     """Episodes of at most 400 steps in Atari and of 20 in DeepMind Control, for tests that need no more."""
     pytest.importorskip("ale_py")
     monkeypatch.setattr(screens, "FRAMES", 1600)
-    monkeypatch.setitem(c.SETS, "cheetah-run", replace(c.SETS["cheetah-run"], kwargs={"action_repeat": 50}))
+    fast = replace(envs.ENVS["cheetah-run"], kwargs={"action_repeat": 50})
+    monkeypatch.setitem(envs.ENVS, "cheetah-run", fast)
 
 
 def renders():
@@ -221,13 +233,14 @@ def renders():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", [game.lower() for game in screens.GAMES])
+@pytest.mark.parametrize("name", [name for name, env in envs.ENVS.items() if env.family == "atari"])
 def test_every_game_is_played_and_stored_as_single_frames_with_raw_rewards(name, short):
-    """Frames are stacked, and rewards clipped, by whoever loads them: stored so, they would have lost what can't be had back."""
+    """Frames are stacked, and rewards clipped, by whoever loads them; nobody could undo that."""
     (episode,) = load(name, 1)
     steps = len(episode.rewards)
     assert episode.observations.shape == (steps + 1, 84, 84) and episode.observations.dtype == np.uint8
-    assert episode.actions.shape == (steps,) and episode.actions.dtype == np.int64 and len(set(episode.actions)) > 1
+    assert episode.actions.shape == (steps,) and episode.actions.dtype == np.int64
+    assert len(set(episode.actions)) > 1
     assert 20 < steps <= 400 and (episode.truncations[-1] or episode.terminations[-1])
     if name in ("qbert", "seaquest", "asterix"):
         assert max(load(name, 1000), key=lambda e: e.rewards.max()).rewards.max() > 1
@@ -235,7 +248,7 @@ def test_every_game_is_played_and_stored_as_single_frames_with_raw_rewards(name,
 
 @pytest.mark.parametrize("name", ["seaquest", "cheetah-run"])
 def test_the_stored_actions_give_the_stored_pixels(name, short):
-    """All of them, in the environment recovered from the set and reset with the stored seed. Minari's default, JPEG, would move them."""
+    """All, in the environment recovered from the set and reset with the stored seed. JPEG would move them."""
     import minari
 
     if name == "cheetah-run":
@@ -248,7 +261,8 @@ def test_the_stored_actions_give_the_stored_pixels(name, short):
     for t, action in enumerate(episode.actions):
         assert np.array_equal(frame, episode.observations[t])
         frame, reward, terminated, truncated, _ = env.step(action)
-        assert (reward, terminated, truncated) == (episode.rewards[t], episode.terminations[t], episode.truncations[t])
+        assert reward == episode.rewards[t]
+        assert (terminated, truncated) == (episode.terminations[t], episode.truncations[t])
     assert np.array_equal(frame, episode.observations[-1]) and terminated or truncated
     env.close()
 
@@ -256,7 +270,8 @@ def test_the_stored_actions_give_the_stored_pixels(name, short):
 def test_the_same_seed_gives_the_same_frames(short):
     """As for the other sets; a part of another seed's frames differs."""
     first, again, other = (load("pong", 500, seed) for seed in (0, 0, 1))
-    assert len(first) == 2 and np.array_equal(arrays(first), arrays(again)) and not np.array_equal(first[0].actions, other[0].actions)
+    assert len(first) == 2 and np.array_equal(arrays(first), arrays(again))
+    assert not np.array_equal(first[0].actions, other[0].actions)
 
 
 def test_episodes_go_to_the_disk_as_they_finish(short):
@@ -272,63 +287,76 @@ def test_episodes_go_to_the_disk_as_they_finish(short):
     assert len(sizes) >= 5 and peak < 4 * max(sizes) and peak < sum(sizes)
 
 
-@pytest.mark.parametrize("name, poor, good", [("breakout", 8, 25), ("pong", -4, 4), ("gopher", 300, 400), ("boxing", 5, 25), ("seaquest", 100, 150)])
+@pytest.mark.parametrize("name, poor, good", [
+    ("breakout", 8, 25), ("pong", -4, 4), ("gopher", 300, 400), ("boxing", 5, 25), ("seaquest", 100, 150)])
 def test_the_less_noise_the_better_the_player(name, poor, good, monkeypatch):
-    """Returns that spread from the random player's to good ones are what a return-conditioned model can learn from. 800 steps show it."""
+    """Returns from the random player's to good ones are what a model can learn from. 800 steps show it."""
     pytest.importorskip("ale_py")
     monkeypatch.setattr(screens, "FRAMES", 3200)
-    env, rule = c.make(c.SETS[name].env), getattr(c, name)
+    env = envs.make(envs.ENVS[name].id)
 
     def score(chance):
-        player = c.SETS[name].parts[0].func     # the class
-        return c.play(env, player(rule, (chance, chance)), 0, np.random.default_rng(1)).rewards.sum()
+        policy = partial(c.SETS[name].parts[0], chance=(chance, chance))
+        return c.play(env, policy, np.random.default_rng(1)).rewards.sum()
 
     assert score(1.0) < poor and score(1e-9) > good
 
 
 def test_returns_of_breakout_spread_within_a_set():
-    """Skill is drawn for each episode. The player never rests by NOOP: who learns from it would seldom serve."""
+    """Skill is drawn for each episode. The player never rests by NOOP: who learns that seldom serves."""
     pytest.importorskip("ale_py")
     episodes = load("breakout", 3000)
     got = returns(episodes)
-    assert got.min() < 10 and got.max() > 40 and not any(0 in e.actions for e in episodes)
+    assert got.min() < 10 and got.max() > 40
+    assert not any(0 in e.actions for e in episodes)
     assert c.recipe("local/atari/breakout-v0")["version"] == 2
 
 
 def test_breakouts_player_stands_still_only_while_the_ball_falls_low_and_else_keeps_its_rule(monkeypatch):
     pytest.importorskip("ale_py")
     monkeypatch.setattr(screens, "FRAMES", 1600)
-    env, seen = c.make("ALE/Breakout-v5"), []
+    env, seen = envs.make("ALE/Breakout-v5"), []
 
-    class Watched(c.BreakoutPlayer):
-        def act(self, observation, rng):
+    class Watched(players.BreakoutPlayer):
+        def __call__(self, frame):
             before, last = self.before, self.last
-            action, now = super().act(observation, rng), self.memory()
-            seen.append((now[101] > 150 and now[101] > before[101], self.last, c.breakout(now, before, last)))
+            action, now = super().__call__(frame), self.memory()
+            falling = now[101] > 150 and now[101] > before[101]
+            seen.append((falling, self.last, players.breakout(now, before, last)))
             return action
 
     for chance in (1.0, 1e-9, 0.5):
         seen.clear()
-        c.play(env, Watched(c.breakout, (chance, chance)), 0, np.random.default_rng(1))
+        policy = partial(Watched, rule=players.breakout, chance=(chance, chance))
+        c.play(env, policy, np.random.default_rng(1))
         assert all(did == rule for falling, did, rule in seen if not falling)
         falls = [list(steps) for falling, steps in itertools.groupby(seen, lambda step: step[0]) if falling]
-        still = [all(did == "FIRE" for _, did, _ in fall) for fall in falls if any(rule != "FIRE" for *_, rule in fall)]
+        moving = [fall for fall in falls if any(rule != "FIRE" for *_, rule in fall)]
+        still = [all(did == "FIRE" for _, did, _ in fall) for fall in moving]
         by_rule = [all(did == rule for _, did, rule in fall) for fall in falls]
         assert len(still) > 3
         assert {1.0: all(still), 1e-9: all(by_rule), 0.5: 0 < sum(still) < len(still)}[chance]
-        assert all(kept or all(did == "FIRE" for _, did, _ in fall) for fall, kept in zip(falls, by_rule, strict=True)), "decided once a fall"
+        decided_once = [kept or all(did == "FIRE" for _, did, _ in fall)
+                        for fall, kept in zip(falls, by_rule, strict=True)]
+        assert all(decided_once)
 
 
 def test_the_cheetahs_gait_repeats_itself_and_swings_as_far_as_its_skill():
-    assert c.SETS["cheetah-run"].parts == (c.Galloper,) and c.SETS["cheetah-run"].version == 2
-    player, rng, env = c.Galloper(), np.random.default_rng(0), None
-    player.start(env, None, rng)
-    assert 0.2 <= player.skill <= 1
-    player.skill = 0.4      # little enough that no joint is stopped at its bound
-    actions = np.array([player.act(None, rng) for _ in range(5000)])
+    assert c.SETS["cheetah-run"].parts == [players.galloper] and c.SETS["cheetah-run"].version == 3
+
+    class Draws:        # skill 0.4: so little that no joint is stopped at its bound
+        standard_normal = np.random.default_rng(0).standard_normal
+
+        def uniform(self, low, high):
+            assert (low, high) == (0.2, 1)
+            return 0.4
+
+    act = players.galloper(None, None, Draws())
+    actions = np.array([act(None) for _ in range(5000)])
     time = 0.88 * np.arange(1, 5001)[:, None]
-    for wave, expected in ((np.sin(time + player.phase), player.size), (1, 2 * player.shift)):      # 2 mean(a sin) is a's amplitude
-        assert np.allclose(2 * (actions * wave).mean(0), 0.4 * expected, atol=0.02)
+    for wave, expected in ((np.sin(time + players.PHASE), players.SIZE), (1, 2 * players.MEAN)):
+        amplitude = 2 * (actions * wave).mean(0)
+        assert np.allclose(amplitude, 0.4 * expected, atol=0.02)
     assert np.abs(actions).max() <= 1
 
 
@@ -342,7 +370,7 @@ def test_a_players_random_stretches_last_as_long_as_drawn():
 
 
 def test_pongs_paddle_glides_as_the_rule_foresees():
-    """Within 2 pixels of the emulator's own, for four steps from rest in the middle of the screen, whatever is pressed."""
+    """Within 2 pixels of the emulator's own, for four steps from rest in the middle, whatever is pressed."""
     pytest.importorskip("ale_py")
     env, phases = screens.make("ALE/Pong-v5"), set()
     for seed in range(8):
@@ -351,17 +379,16 @@ def test_pongs_paddle_glides_as_the_rule_foresees():
         for presses in [1, 0, 0, 0], [-1, 0, 0, 0], [1, 1, 0, -1], [-1, -1, 1, 0]:
             for _ in range(8):
                 env.step(0)
-            place = rest = float(ale.getRAM()[51])
-            phases.add(int(ale.getRAM()[8] & 1))  # it moves in odd frames in some episodes, in even ones in others
-            for press in presses:
-                place, rest = c.glide(place, rest, press, 4, ale.getRAM()[8] & 1)
+            rest, odd = float(ale.getRAM()[51]), ale.getRAM()[8] & 1
+            phases.add(int(odd))        # it moves in odd frames in some episodes, in even ones in others
+            for step, press in enumerate(presses, 1):
                 env.step((0, 3, 2)[press])
-                assert abs(place - ale.getRAM()[51]) <= 2
+                assert abs(players.glide(rest, rest, presses, 4 * step, odd) - ale.getRAM()[51]) <= 2
     assert phases == {0, 1}
 
 
 def test_a_policy_of_ones_own_is_recorded(short):
-    """Called with the environment and a generator when an episode begins; what it returns plays the episode."""
+    """Called with the environment and a generator when an episode begins; what it returns plays it."""
     begun = []
 
     def policy(env, rng):
@@ -402,9 +429,9 @@ def test_every_name_has_an_id_that_minari_can_parse(name):
     """And the maze2d names are the pointmaze sets, under the name that carries D4RL's reference scores."""
     from minari.dataset.minari_dataset import parse_dataset_id
 
-    namespace, rest, version = parse_dataset_id(c.dataset_id(name))
-    assert namespace.startswith("local/") and rest and version == 0 and c.NAMES[name] > 0
-    assert c.dataset_id(name) == c.dataset_id(name.replace("maze2d", "pointmaze"))
+    namespace, rest, version = parse_dataset_id(c.SETS[name].id)
+    assert namespace.startswith("local/") and rest and version == 0 and c.SETS[name].steps > 0
+    assert c.SETS[name] is c.SETS[name.replace("maze2d", "pointmaze")]
 
 
 def test_a_set_says_how_it_was_made():
@@ -415,7 +442,7 @@ def test_a_set_says_how_it_was_made():
 
 
 def test_a_maze_set_knows_the_environment_to_evaluate_in():
-    """The diverse sets wander; their evaluation has one start and one goal, never moving and never ending an episode."""
+    """The diverse sets wander; their evaluation has one start and one goal, which ends no episode."""
     c.collect("antmaze-umaze-diverse", 1, progress=False)
     file = Path(os.environ["MINARI_DATASETS_PATH"], "local/antmaze/umaze-diverse-v0/data/metadata.json")
     made, evaluated = (json.loads(json.loads(file.read_text())[key]) for key in ("env_spec", "eval_env_spec"))
@@ -434,21 +461,23 @@ def test_collecting_again_replaces_the_set(folder):
     assert [path.name for path in folder.iterdir()] == ["local"]
 
 
-@pytest.mark.parametrize("where", ["play", "store"])
+@pytest.mark.parametrize("where", ["play", "update_metadata", "update_episodes"])
 def test_a_failed_collection_leaves_the_old_set(where, monkeypatch, folder):
     """Whether it fails while playing or when the new set has been begun."""
+    import minari
+    from minari.dataset._storages.hdf5_storage import HDF5Storage
+
     old = arrays(load("pointmaze-umaze", 300, 0))
-    before = getattr(c, where)
+    owner = c if where == "play" else HDF5Storage
+    before = getattr(owner, where)
 
     def fails(*args):
         before(*args)
-        raise RuntimeError("no more disk")
+        raise RuntimeError("the power went off")
 
-    monkeypatch.setattr(c, where, fails)
-    with pytest.raises(RuntimeError, match="no more disk"):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went off"):
+        patch.setattr(owner, where, fails)
         c.collect("pointmaze-umaze", 300, 1, progress=False)
-    import minari
-
     assert np.array_equal(old, arrays(minari.load_dataset("local/pointmaze/umaze-v0")))
     assert [path.name for path in folder.iterdir()] == ["local"]
 
@@ -461,8 +490,8 @@ def test_a_killed_collection_leaves_the_old_set():
     killed = """if True:
         import os
         from policies import collect as c
-        play = c.play
-        c.play = lambda env, policy, index, rng: play(env, policy, index, rng) if index == 0 else os.kill(os.getpid(), 9)  # one episode is written
+        plays = iter([c.play, lambda *_: os.kill(os.getpid(), 9)])      # one episode is written
+        c.play = lambda *args: next(plays)(*args)
         c.collect("pointmaze-umaze", 600, 1)"""
     run = subprocess.run([sys.executable, "-c", killed], cwd=SCRIPT.parent.parent, capture_output=True)
     assert run.returncode == -9
@@ -490,38 +519,130 @@ def test_a_relative_folder_is_taken_from_where_we_stand(tmp_path, monkeypatch):
     assert (tmp_path / "my sets" / "local" / "pointmaze" / "umaze-v0" / "data" / "metadata.json").exists()
 
 
-def test_a_wrong_name_names_the_nearest(capsys):
-    """Exit code 2 and one line, not a traceback."""
-    assert c.main(["hopper-medum"]) == 2
-    assert "nearest names are: hopper-medium" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="hopper-medium"):
-        c.dataset_id("hopper-medum")
+def script(*args, folder="/", **variables):
+    """The script in a new process, started outside of the project: (exit code, its output, its messages)."""
+    run = subprocess.run([sys.executable, str(SCRIPT), *args], cwd=folder, capture_output=True, text=True,
+                         env=os.environ | variables)
+    return run.returncode, run.stdout, run.stderr
 
 
-def test_a_machine_that_cannot_render_says_so(monkeypatch, capsys, folder):
-    """One message with what to install, exit code 2, and no half set."""
+def test_the_script_works_from_anywhere(folder):
+    id = "local/pointmaze/umaze-v0"
+    assert script("pointmaze-umaze", "--steps", "1", "--seed", "3") == (0, f"stored {id}\n", "")
+    assert c.recipe(id) == {"name": "pointmaze-umaze", "steps": 1, "seed": 3, "version": 1}
+
+
+@pytest.mark.parametrize("args, message", [
+    (["hopper-medum"], "did you mean hopper-medium"),
+    (["pointmaze-umaze", "--steps", "0"], "at least 1"),
+    (["pointmaze-umaze", "--seed", "-1"], "at least 0"),
+    (["pointmaze-umaze", "--steps", "many"], "invalid int value: 'many'"),
+    ([], "required: name"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(args, message):
+    """Not a traceback, and not the whole usage."""
+    code, out, error = script(*args)
+    assert (code, out) == (2, "") and message in error and error.count("\n") == 1
+
+
+def test_a_tilde_is_the_home_folder(tmp_path):
+    """As everywhere; minari itself would make a folder of that name."""
+    code, *_ = script("pointmaze-umaze", "--steps", "1", folder=tmp_path,
+                      HOME=str(tmp_path / "home"), MINARI_DATASETS_PATH="~/my sets")
+    assert code == 0 and [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert (tmp_path / "home" / "my sets" / "local" / "pointmaze" / "umaze-v0" / "data").is_dir()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    """HDF5 ends the process by a segmentation fault where it can't write what it holds."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if sys.platform != "linux" or os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        small = {"MINARI_DATASETS_PATH": str(place)}
+        assert script("hopper-medium", "--steps", "1", **small)[0] == 0
+        old = sorted(place.rglob("*"))
+        for name in "hopper-medium", "pong":        # many small episodes, and one that is too large alone
+            code, out, error = script(name, "--steps", "20000", **small)
+            assert (code, out) == (2, "") and error.count("\n") == 1
+            assert f"{name} can't be stored in {place}" in error and "No space left" in error
+            assert sorted(place.rglob("*")) == old
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_room_is_made_sure_of_before_an_episode_is_written(monkeypatch, folder):
+    """As on a full disk, or where a quota is used up; and what HDF5 adds to the arrays fits in."""
+    import minari
+    from minari.dataset._storages.hdf5_storage import HDF5Storage
+
+    spares, grown, update = [], [], HDF5Storage.update_episodes
+    unlink = Path.unlink
+
+    def watch(path, *args, **kwargs):
+        if path.name == "spare":
+            spares.append(path.stat().st_size)
+        return unlink(path, *args, **kwargs)
+
+    def write(storage, episodes):
+        before = storage.get_size()
+        update(storage, episodes)
+        grown.append(1e6 * (storage.get_size() - before))
+
+    monkeypatch.setattr(Path, "unlink", watch)
+    monkeypatch.setattr(HDF5Storage, "update_episodes", write)
+    for name in "hopper-medium-replay", "breakout":
+        load(name, 2000)
+    assert len(spares) == len(grown) > 5 and all(a > b for a, b in zip(spares, grown, strict=True))
+
+    def full(episode, file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(c.pickle, "dump", full)
+    monkeypatch.setattr(HDF5Storage, "update_episodes", None)
+    with pytest.raises(UserError, match="No space left on device.*MINARI_DATASETS_PATH"):
+        c.collect("pointmaze-umaze", 300)
+    assert set(minari.list_local_datasets()) == {"local/hopper/medium-replay-v0", "local/atari/breakout-v0"}
+    assert [path.name for path in folder.iterdir()] == ["local"]
+
+
+def test_ctrl_c_while_collecting_leaves_nothing(monkeypatch, folder):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(c, "play", stop)
+    with pytest.raises(KeyboardInterrupt):
+        c.collect("pointmaze-umaze", 300)
+    assert not any(folder.iterdir())
+
+
+def test_a_machine_that_cannot_render_says_so(monkeypatch, folder):
+    """One message with what to install, and no half set."""
     pytest.importorskip("dm_control")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.setattr(screens.ctypes.util, "find_library", lambda name: None)
-    assert c.main(["cheetah-run", "--steps", "1"]) == 2
-    assert "libegl1" in capsys.readouterr().err and not any(folder.rglob("*"))
+    with pytest.raises(UserError, match="libegl1"):
+        c.collect("cheetah-run", 1)
+    assert not any(folder.rglob("*"))
 
 
 @pytest.mark.parametrize("steps", [0, -5])
 def test_less_than_one_step_is_refused(steps):
     """An empty set loads, and fails much later."""
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(UserError, match="at least 1"):
         c.collect("pointmaze-umaze", steps)
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
     """Not after five minutes of physics."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "file" / "sets"))
     monkeypatch.setattr(c, "play", None)
-    assert c.main(["pointmaze-umaze", "--steps", "1"]) == 2
-    assert "MINARI_DATASETS_PATH" in capsys.readouterr().err
+    with pytest.raises(UserError, match="MINARI_DATASETS_PATH"):
+        c.collect("pointmaze-umaze", 1)
 
 
 def test_progress_is_silent_when_told_so_and_outside_a_terminal(capfd, monkeypatch):

@@ -1,0 +1,257 @@
+"""Draws the six architectures, docs/<model>.svg, with the standard library alone.
+
+    python docs/draw.py
+
+Every drawing reads from the bottom up: the tokens, what mixes them, and what comes out. A circle is a return
+or a reward, a square a state, a diamond an action. Dark lines are all that the last prediction reads, and a
+dashed diamond is that prediction. The drawings stand on a light card, so that a dark page shows them too.
+"""
+from pathlib import Path
+
+WIDTH, HEIGHT = 440, 260
+FLOOR = 218                 # height of the tokens
+TOP = 44                    # height of the prediction
+INK, LINE, FAINT = "#28303c", "#5b6676", "#c3cad4"
+BAND, EDGE, CARD = "#e9edf2", "#ccd3dc", "#fbfcfd"
+FILL = {"R": "#e0a030", "r": "#e0a030", "s": "#35618f", "a": "#3f8a62"}
+LETTER = {"R": INK, "r": INK, "s": "white", "a": "white"}       # on a token of this colour
+FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
+
+
+class Drawing:
+    """A list of SVG elements; the methods append to it."""
+
+    def __init__(self, title):
+        self.parts = [f"<title>{title}</title>"]
+        self.box(0.5, 0.5, WIDTH - 1, HEIGHT - 1, 10, fill=CARD, stroke=EDGE)
+        self.text(24, 34, title, 14.5, INK, "start", "bold")
+
+    def add(self, tag, content="", **attributes):
+        """Attributes are written with _ for -; numbers as short as they go."""
+        text = ""
+        for key, x in attributes.items():
+            x = x if isinstance(x, str) else f"{x:g}"
+            text += f' {key.replace("_", "-")}="{x}"'
+        self.parts.append(f"<{tag}{text}>{content}</{tag}>" if content else f"<{tag}{text}/>")
+
+    def text(self, x, y, words, size=12, color=LINE, anchor="middle", weight="normal"):
+        self.add("text", words, x=x, y=y, font_size=size, fill=color, text_anchor=anchor, font_weight=weight)
+
+    def box(self, x, y, width, height, radius=0, **style):
+        self.add("rect", x=x, y=y, width=width, height=height, rx=radius, **style)
+
+    def band(self, x, y, width, height, words="", indent=9):
+        """A mixer: a pale box with its name near the upper left corner."""
+        self.box(x, y, width, height, 7, fill=BAND)
+        self.text(x + indent, y + 17, words, anchor="start")
+
+    def line(self, x1, y1, x2, y2, color=INK, width=1.6, dash=""):
+        """A curve that leaves and arrives upright, or a straight line."""
+        middle = (y1 + y2) / 2
+        if x1 == x2 or y1 == y2:
+            path = f"M{x1:g} {y1:g}L{x2:g} {y2:g}"
+        else:
+            path = f"M{x1:g} {y1:g}C{x1:g} {middle:g} {x2:g} {middle:g} {x2:g} {y2:g}"
+        style = dict(stroke_dasharray=dash) if dash else {}
+        self.add("path", d=path, fill="none", stroke=color, stroke_width=width, **style)
+
+    def arrow(self, x, y1, y2, color=INK):
+        """Straight up, with a head."""
+        self.line(x, y1, x, y2 + 5, color)
+        self.arrowhead(x, y2, color)
+
+    def arrowhead(self, x, y, color=INK, turned=False):
+        """Its point at (x, y), upwards; or to the right, if turned."""
+        style = dict(transform=f"rotate(90 {x:g} {y:g})") if turned else {}
+        self.add("path", d=f"M{x - 4:g} {y + 7:g}L{x:g} {y:g}L{x + 4:g} {y + 7:g}Z", fill=color, **style)
+
+    def token(self, x, y, name, size=13, pale=False):
+        """A token with its letter inside; pale: the last prediction does not read it."""
+        kind = name[0]
+        style = dict(fill_opacity=0.35) if pale else {}
+        self.shape(x, y, kind, size, fill=FILL[kind], **style)
+        if size > 8:
+            self.text(x, y + 4.5, name, 12.5, INK if pale else LETTER[kind], weight="bold")
+
+    def shape(self, x, y, kind, size, **style):
+        if kind in "Rr":
+            self.add("circle", cx=x, cy=y, r=size, **style)
+        elif kind == "s":
+            self.box(x - size + 1, y - size + 1, 2 * size - 2, 2 * size - 2, 3, **style)
+        else:
+            r = size + 2.5
+            path = f"M{x:g} {y - r:g}L{x + r:g} {y:g}L{x:g} {y + r:g}L{x - r:g} {y:g}Z"
+            self.add("path", d=path, **style)
+
+    def node(self, x, y, color=INK, size=4):
+        self.add("circle", cx=x, cy=y, r=size, fill=color)
+
+    def prediction(self, x, start, name="a₃"):
+        """The action that comes out, above the place start."""
+        self.arrow(x, start, TOP + 17)
+        self.shape(x, TOP, "a", 13, fill=CARD, stroke=FILL["a"], stroke_width=2, stroke_dasharray="4 2.5")
+        self.text(x, TOP + 4.5, name, 12.5, INK, weight="bold")
+
+    def caption(self, x, words):
+        """What the tokens are, under them."""
+        self.text(x, HEIGHT - 11, words, 11)
+
+    def svg(self):
+        size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">'
+        return "\n".join([opening, *self.parts, "</svg>", ""])
+
+
+TOKENS = ["R₁", "s₁", "a₁", "R₂", "s₂", "a₂", "R₃", "s₃"]
+PLACES = [59 + 46 * i for i in range(8)]
+LOW, HIGH = FLOOR - 16, 96      # where lines leave the tokens, and where they arrive
+
+
+def dt():
+    d = Drawing("Decision Transformer")
+    d.band(22, 84, 396, 106, "attention")
+    for x in PLACES[:5]:
+        d.line(x, LOW, PLACES[4], HIGH, FAINT, 1.2)
+    d.node(PLACES[4], HIGH, FAINT)
+    for x in PLACES:
+        d.line(x, LOW, PLACES[7], HIGH)
+    d.node(PLACES[7], HIGH)
+    for x, name in zip(PLACES, TOKENS, strict=True):
+        d.token(x, FLOOR, name)
+    d.caption(220, "returns, states and actions in one row")
+    d.prediction(PLACES[7], HIGH)
+    return d.svg()
+
+
+def dc():
+    d = Drawing("Decision ConvFormer")
+    d.band(22, 84, 396, 106, "three short filters")
+    for i in (5, 6):        # the filters of an action and of a return
+        color = FILL[TOKENS[i][0]]
+        for x in PLACES[i - 5:i + 1]:
+            d.line(x, LOW, PLACES[i], HIGH, color, 1.1, "3 3")
+        d.shape(PLACES[i], HIGH, TOKENS[i][0], 5, fill=color)
+    for x in PLACES[2:]:
+        d.line(x, LOW, PLACES[7], HIGH)
+    d.shape(PLACES[7], HIGH, "s", 6, fill=INK)
+    for i, (x, name) in enumerate(zip(PLACES, TOKENS, strict=True)):
+        d.token(x, FLOOR, name, pale=i < 2)
+    d.caption(220, "each kind has its filter, which sees six tokens")
+    d.prediction(PLACES[7], HIGH)
+    return d.svg()
+
+
+def lsdt():
+    d = Drawing("Long-Short Decision Transformer")
+    for left, first, words in ((22, 0, "attention: long"), (226, 2, "convolution: short")):
+        d.band(left, 104, 192, 66, words)
+        small = [left + 19 + 21 * i for i in range(8)]
+        for x in small[first:]:
+            d.line(x, 158, small[7], 116)
+        for i, (x, name) in enumerate(zip(small, TOKENS, strict=True)):
+            d.token(x, 160, name, 4.5, pale=i < first)
+        d.node(small[7], 116)
+        d.line(small[7], 116, PLACES[7], 80)
+        d.arrow(left + 60, 192, 172, LINE)
+        d.text(left + 69, 187, "half the channels", 11, anchor="start")
+    d.line(PLACES[0], 197, PLACES[7], 197, LINE, 1.2)
+    for x, name in zip(PLACES, TOKENS, strict=True):
+        d.line(x, LOW + 4, x, 197, LINE, 1.2)
+        d.token(x, FLOOR, name)
+    d.node(PLACES[7], 80, size=6)
+    d.text(PLACES[7] - 12, 80, "gate", anchor="end")
+    d.caption(220, "returns, states and actions in one row")
+    d.prediction(PLACES[7], 76)
+    return d.svg()
+
+
+def radt():
+    d = Drawing("Return-Aligned Decision Transformer")
+    returns, main = PLACES[:3], PLACES[3:]
+    last = main[4]
+    d.band(174, 158, 244, 38, "attention")
+    d.band(22, 102, 396, 48, "attention to the returns", indent=142)
+    for x in main:
+        d.line(x, LOW, last, 164)
+    d.node(last, 164)
+    for x in returns:
+        d.line(x, LOW, x, 146)
+        d.line(x, 146, last, 126)
+    d.line(last, 164, last, 94)
+    d.node(last, 126)
+    d.line(returns[2], 146, returns[2], 84)         # the step's own return
+    d.line(returns[2], 84, last - 29, 84)
+    d.arrowhead(last - 22, 84, turned=True)
+    d.text(returns[2] + 12, 78, "scale and shift of each norm", 11, anchor="start")
+    d.box(last - 22, 74, 44, 20, 10, fill=INK)
+    d.text(last, 88, "norm", 11.5, "white")
+    for x, name in zip(PLACES, ["R₁", "R₂", "R₃", "s₁", "a₁", "s₂", "a₂", "s₃"], strict=True):
+        d.token(x, FLOOR, name)
+    d.caption(returns[1], "returns apart")
+    d.caption(main[2], "states and actions")
+    d.prediction(last, 74)
+    return d.svg()
+
+
+def starformer():
+    d = Drawing("StARformer")
+    d.band(22, 84, 396, 52, "attention over the steps")
+    outputs = []
+    for t in range(3):
+        left = 22 + 138 * t
+        d.band(left, 146, 88, 54)
+        d.text(left + 8, 161, "in a step", 11, anchor="start")
+        places = [left + 13, left + 41, left + 63, left + 79]
+        g, whole = left + 74, left + 107
+        for x in places:
+            d.line(x, LOW, g, 166, INK, 1.3)
+        d.line(g, 166, g, 130)
+        d.line(whole, LOW, whole, 130)
+        outputs += [g, whole]
+        d.token(places[0], FLOOR, f"a{'₀₁₂'[t]}", 12)
+        d.token(places[1], FLOOR, f"r{'₀₁₂'[t]}", 12)
+        for x in places[2:]:
+            for y in (FLOOR - 8, FLOOR + 8):
+                d.token(x, y, "s", 7.5)
+        d.token(whole, FLOOR, f"s{'₁₂₃'[t]}")
+        d.node(g, 166)
+    for x in outputs:
+        d.line(x, 130, outputs[-1], HIGH)
+    d.node(outputs[-1], HIGH)
+    d.caption(220, "the last action and its reward, patches of the state, the state as a whole")
+    d.prediction(outputs[-1], HIGH)
+    return d.svg()
+
+
+def dm():
+    d = Drawing("Decision Mixer")
+    weights = [9, 25, 6, 12, 27, 10, 22, 30]
+    threshold, base, out = 18, 192, 72
+    keep = [w > threshold for w in weights]
+    for x, kept in zip(PLACES, keep, strict=True):      # first, since they pass behind the attention
+        if not kept:
+            d.line(x, base, x, out, LINE, 1.3, "4 3")
+            d.node(x, out, LINE, 3)
+    d.band(22, 84, 396, 60, "attention")
+    d.band(22, 156, 396, 38)
+    for i, (x, w, kept) in enumerate(zip(PLACES, weights, keep, strict=True)):
+        if kept:
+            d.line(x, 150, x, out, FAINT if i < 7 else INK)
+            d.line(x, base - w, x, 150)
+            d.line(x, 150, PLACES[7], HIGH)
+            d.node(x, out, INK if i < 7 else CARD, 3)
+        d.box(x - 8, base - w, 16, w, fill=INK if kept else FAINT)
+        d.token(x, FLOOR, TOKENS[i], pale=not kept)
+    d.line(26, base - threshold, 414, base - threshold, LINE, 1.2, "2 3")
+    d.text(28, base - threshold - 5, "k", 11, anchor="start")
+    d.node(PLACES[7], HIGH)
+    d.caption(220, "a router weighs every token and keeps k; the others pass by")
+    d.prediction(PLACES[7], HIGH)
+    return d.svg()
+
+
+DRAWINGS = {"dt": dt, "dc": dc, "lsdt": lsdt, "radt": radt, "starformer": starformer, "dm": dm}
+
+if __name__ == "__main__":
+    for name, draw in DRAWINGS.items():
+        Path(__file__).with_name(f"{name}.svg").write_text(draw(), encoding="utf-8")
