@@ -26,7 +26,7 @@ from errors import Parser, UserError, run_command, short
 from replay import load_replay
 
 
-# --------------------------------------------------------------------------- trajectories
+# ------------------------------------------------------------------ trajectories
 
 class Trajectories:
     """Episodes laid end to end, one flat tensor a field, checked on the way in. From arrays of your own:
@@ -49,6 +49,8 @@ class Trajectories:
     def __init__(self, states, actions, rewards, lengths, terminated=None, truncated=None, goals=None, *,
                  n_actions=None, action_start=0, action_low=None, action_high=None, dataset="arrays",
                  source="arrays", env_spec=None, layout=None, max_ep_len=None, stack=4, clip_rewards=False):
+        if isinstance(env_spec, str) and not env_spec.startswith("{"):     # a gymnasium id
+            env_spec = {"id": env_spec, "kwargs": {}}
         self.dataset, self.source, self.env_spec = dataset, source, env_spec
         if np.size(lengths) == 0 or np.sum(lengths) == 0:
             raise UserError(f"{dataset}: no episodes")
@@ -213,7 +215,7 @@ def episode_ends(terminals, timeouts=None):
     return np.diff(ends, prepend=0), terminals[ends - 1], timeouts[ends - 1]
 
 
-# --------------------------------------------------------------------------- windows
+# ------------------------------------------------------------------ windows
 
 class Windows:
     """Training windows, gathered without a Python loop on the device where training runs.
@@ -250,9 +252,9 @@ class Windows:
         x[:, -1] = t.rtg / rtg_scale
         self.table = x.to(device)
         self.choices = t.actions.to(device) if t.discrete else None     # (N,)
-        self.frames = t.states.to(device) if t.stack else None          # (N, height, width)
+        self.frames = t.states.to(device) if t.stack else None        # (N, height, width)
         step = torch.arange(len(t)) - t.starts[:-1].repeat_interleave(t.lengths)
-        self.step = step.to(device)                                     # (N,): place in the episode
+        self.step = step.to(device)        # (N,): place in the episode
         self.left = (t.lengths.repeat_interleave(t.lengths) - step).to(device)      # (N,): steps to its end
         self.offsets = torch.arange(context_len, device=device)
         self.back = torch.arange(1 - t.stack, 1, device=device)     # (C,): a stack's frames, oldest first
@@ -268,7 +270,7 @@ class Windows:
     def gather(self, index):
         """The batch of windows that start at the transitions index (B,) int64."""
         B, K = len(index), self.K
-        mask = self.offsets < self.left[index][:, None]                             # (B, K)
+        mask = self.offsets < self.left[index][:, None]        # (B, K)
         # padding reads some later row, and is zeroed
         rows = (index[:, None] + self.offsets).clamp_(max=len(self) - 1).flatten()
         # index_select is several times as fast as table[rows] on a CPU
@@ -276,7 +278,7 @@ class Windows:
         states, *actions, rewards, rtg = x.split(self.sizes, -1)
         if self.discrete:
             actions = [self.choices.index_select(0, rows).view(B, K) * mask]
-        timesteps = self.step[index][:, None] + self.offsets                        # (B, K)
+        timesteps = self.step[index][:, None] + self.offsets        # (B, K)
         if self.frames is not None:
             states = self.stacks(rows.view(B, K), timesteps, mask)
         timesteps = timesteps.clamp_(max=self.max_ep_len - 1) * mask
@@ -285,12 +287,12 @@ class Windows:
 
     def stacks(self, rows, timesteps, mask):
         """(B, K, C, height, width) uint8: the frames of rows (B, K) and those before, in their episodes."""
-        inside = (timesteps[..., None] + self.back >= 0) & mask[..., None]          # (B, K, C)
+        inside = (timesteps[..., None] + self.back >= 0) & mask[..., None]        # (B, K, C)
         x = self.frames.index_select(0, (rows[..., None] + self.back).clamp_(min=0).flatten())
         return x.view(*inside.shape, *self.frames.shape[1:]).mul_(inside[..., None, None])
 
 
-# --------------------------------------------------------------------------- reading files
+# ------------------------------------------------------------------ reading files
 
 def d4rl_root(data=""):
     return Path(data or os.environ.get("D4RL_DATASET_DIR") or "~/.d4rl/datasets").expanduser()
@@ -329,7 +331,7 @@ SMALLER = "free some, take a machine with more, or train on a part of it (README
 
 
 def check_memory(need, what, advice=SMALLER):
-    """Refuse what will not fit before it is read: the system ends a process that runs out, without a word."""
+    """Refuse what will not fit before it is read: a process that runs out is ended without a word."""
     free = psutil.virtual_memory().available
     if need > 0.9 * free:
         raise UserError(f"{what} take about {need / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB "
@@ -465,7 +467,7 @@ def read_episodes(dataset, root, env, transitions):
     return fields | dict(lengths=lengths, terminated=ends[0], truncated=ends[1], layout=layout)
 
 
-# --------------------------------------------------------------------------- downloads
+# ------------------------------------------------------------------ downloads
 
 def fetch(id, root, patience=25):
     """Download a Minari set to the folder root, where it appears when it is whole.
@@ -532,7 +534,7 @@ def download(url, path):
                         "You can put the file there by hand") from error
 
 
-# --------------------------------------------------------------------------- sources
+# ------------------------------------------------------------------ sources
 
 def from_minari(name, env, data, transitions):
     if not env.minari:
@@ -624,8 +626,8 @@ def load(name, source="auto", data="", goal=True, transitions=500_000):
         places = [key for key in stored(name, data) if key != "local"]
         places += ["minari"] * bool(env.minari) + ["d4rl"] * bool(env.d4rl)
         if not places:
-            raise UserError(f"{name}: {env.note}. python train.py --env {name} --source local collects; "
-                            "policies/README.md says how to record an agent's")
+            raise UserError(f"{name}: {env.note} (python train.py --env {name} --source local collects; "
+                            "policies/README.md says how to record)")
         source = places[0]
     try:
         trajectories = SOURCES[source](name, env, data, transitions)
@@ -653,7 +655,7 @@ def check_fit(t, name, env, goal):
         raise UserError(f"{t.dataset}: {'; '.join(wrong)}. Is it the right data?")
 
 
-# --------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------ command line
 
 def print_facts(name):
     env = ENVS[name]

@@ -158,7 +158,7 @@ def get_env(name):
     return ENVS[name]
 
 
-# --------------------------------------------------------------------------- making environments
+# ------------------------------------------------------------------ making environments
 
 RELEASES = "gymnasium-robotics==1.4.2 mujoco==3.3.0 ale-py==0.12.1 dm-control==1.0.28"      # known to work
 
@@ -218,7 +218,7 @@ def describe(env):
     return screens.describe(env) if env.spec and screens.ours(env.spec.id) else ""
 
 
-# --------------------------------------------------------------------------- reading observations
+# ------------------------------------------------------------------ reading observations
 
 def is_picture(space):
     """Whether a space holds pictures: uint8, at least 32 x 32. Smaller ones are codes, as in a grid world."""

@@ -96,7 +96,12 @@ def make_step(model, windows, optimizer, cfg, generator):
             nn.utils.clip_grad_norm_(params, cfg.clip)
         optimizer.step()
         return log
-    return captured(step, generator) if cuda and cfg.graph else step
+    if not (cuda and cfg.graph):
+        return step
+    for module in model.modules():
+        if hasattr(module, "static_shapes"):        # DM: as many tokens in every update
+            module.static_shapes = True
+    return captured(step, generator)
 
 
 def captured(step, generator):

@@ -319,6 +319,7 @@ PRESETS = {
     "pong hybrid": dict(context_len=50),
     "asterix hybrid": dict(projection=True),
     "dmc": FRAMES | dict(steps=15_620),     # not in the paper: as StARformer's paper runs DT there
+    "dmc hybrid": dict(n_head=8),
     "small": dict(  # ours, minutes on a laptop: filters one step long, the environment's return scale
         n_layer=2, n_head=1, d=64, context_len=3, window=3, hybrid=False, dropout=0.0, timestep_std=0.1,
         batch_size=106, steps=5000, lr=1.5e-3, warmup=100, schedule="cosine", eval_episodes=10,

@@ -78,7 +78,7 @@ class MixerLayer(nn.Module):
         self.cfg = cfg
         d = cfg.d
         self.layer = StandardLayer(cfg)
-        self.router = nn.Linear(d, 1)  # R; sizes: Table 8
+        self.router = nn.Linear(d, 1)  # R; sizes here and below: Table 8
         if cfg.selection == "learned":
             self.hyper = Hypernetwork(d, length if cfg.hyper_input == "flattened" else 1)  # H
         self.aux = None
@@ -93,15 +93,15 @@ class MixerLayer(nn.Module):
             choice = self.choose(x, w.detach()[..., 0], mask, acting)
         gate = choice.gate[..., None]
 
-        # Rows of C tokens: first those kept, in their order, then the others needed. Attention is causal, so
-        # those kept see each other alone.
+        # Rows of C tokens: those kept (2) in their order, then others needed (1), then any (0). Attention is
+        # causal, so those kept see each other alone.
         C = L if self.static_shapes else max(1, int(choice.needed.sum(1).max()))
         order = (choice.kept.int() + choice.needed).argsort(dim=1, descending=True, stable=True)
         index = order[:, :C, None].expand(-1, -1, d)
         z = self.layer.attend(x.gather(1, index))  # (B, C, d)
         if wanted is None:
             z = x.scatter(1, index, self.layer.feed(z))  # (B, L, d)
-        else:
+        else:  # back in place, then the MLP for those wanted
             z = self.layer.feed(x.scatter(1, index, z)[:, wanted])
             x, w, gate = x[:, wanted], w[:, wanted], gate[:, wanted]
         if self.cfg.router == "sigmoid":
@@ -116,23 +116,23 @@ class MixerLayer(nn.Module):
             kept = (self.aux(x).argmax(-1) == 1) & mask
             return Choice(kept, kept.to(w.dtype), kept)
 
-        # NOTE(paper): silent on acting without predictor; here a token is judged among those up to it
+        # NOTE(paper): silent on acting without predictor. Here a token is then judged among those up to it.
         view = "prefix" if acting and cfg.strategy == "window" else cfg.strategy
         n = in_view(mask.long(), view).clamp(min=1)  # real tokens in view, (B, 1) or (B, L)
         share = self.hyper(x * mask[..., None], n, view) if cfg.selection == "learned" else cfg.fixed_k
         exact = share * n  # k before rounding
         k = exact.round().clamp(min=0 if view == "token" else 1)
         rank = ranks(w, mask, view)
-        kept = (rank < k) & mask  # NOTE(code): k - 1 of them (weight > the k-th's), some of them padding
+        kept = (rank < k) & mask  # NOTE(code): those above the k-th weight, so k - 1, padding among them
         guess = None if self.aux is None else self.aux(x.detach()).transpose(1, 2)
-        # NOTE(code): k is cut to an integer, so that H stays as random as its first weights
+        # NOTE(code): k is cut to an integer, so no gradient reaches H, and it stays a random function
         if acting or cfg.selection == "fixed" or cfg.k_gradient == "none":
             return Choice(kept, kept.to(w.dtype), kept, guess=guess)
 
-        # Rounding has no gradient, so H learns straight-through: the gate is 0 or 1, its gradient that of a
-        # ramp which falls from 1 to 0 over the four ranks around k. A larger k would lift the gates of these
-        # four, and H feels what that is worth. Of those not kept it is an estimate: their Z has seen kept
-        # tokens behind them too, and nobody has seen theirs.
+        # Rounding has no gradient, so H learns straight-through: the gate is 0 or 1, but its gradient that of
+        # a ramp from 1 down to 0 over the four ranks around k. A larger k would lift the gates of these four,
+        # and H feels what that is worth. For the two not kept it is an estimate: their Z has seen the kept
+        # tokens behind them too, and no token has seen theirs.
         inside = exact - rank - 0.5  # by how many ranks a token is kept; negative: passes by
         ramp = F.hardtanh(inside, -2, 2) / 4
         return Choice(kept, kept + (ramp - ramp.detach()), mask & (inside > -2), share, guess)
@@ -144,7 +144,7 @@ class Choice(NamedTuple):
     gate: torch.Tensor                  # (B, L): 1 where kept, else 0; its gradient teaches H
     needed: torch.Tensor                # (B, L) bool: kept, or on the ramp, whose gradient needs their Z
     share: torch.Tensor | None = None   # (B, 1) or (B, L): H's output
-    guess: torch.Tensor | None = None   # (B, 2, L): the predictor's logits for passing by and for kept
+    guess: torch.Tensor | None = None   # (B, 2, L): the predictor's logits of passing by and of kept
 
 
 def in_view(y, view):
@@ -160,7 +160,7 @@ def in_view(y, view):
 def ranks(w, mask, view):
     """(B, L): each token's place by weight among those in view, 0 for the largest; of equals, the earlier.
 
-    NOTE(paper): Table 6 limits what H reads; here also whom a token is ranked with, else acting could not.
+    NOTE(paper): Table 6 limits what H reads. Ranks are limited likewise, as acting could not know others.
     """
     if view == "window":
         order = w.masked_fill(~mask, -math.inf).argsort(dim=1, descending=True, stable=True)
@@ -186,7 +186,7 @@ class Hypernetwork(nn.Module):
         """x (B, L, d), zero where padded, n real tokens in view -> (B, 1) or (B, L)."""
         L, d = x.shape[1:]
         if self.first.in_features == d:
-            h = self.first(in_view(x, view) / n[..., None])
+            h = self.first(in_view(x, view) / n[..., None])  # of the mean token
         else:  # what each token adds to the first layer; those out of view count as zeros
             weight = self.first.weight.unflatten(1, (-1, d))[:, :L]  # (512, L, d)
             h = in_view(torch.einsum("bld,hld->blh", x, weight), view) + self.first.bias
@@ -196,7 +196,7 @@ class Hypernetwork(nn.Module):
 class StandardLayer(nn.Module):
     """A transformer block in its two halves, Eq. 3: Z1 = x + Att(LN(x)), Z2 = Z1 + FFN(LN(Z1)).
 
-    NOTE(paper): prints no "Z1 +" in Z2; the released block has it.
+    NOTE(paper): Eq. 3 lacks "Z1 +"; the released block has it.
     """
 
     def __init__(self, cfg):
@@ -296,27 +296,25 @@ class DecisionMixer(nn.Module):
     def check(self):
         """Raises ValueError for sizes that make no model, and for a switch that has no effect.
 
-        strategy, router, router_bias, residual, k_start may be without, since PRESETS["small"] sets them.
+        Not for strategy, router, router_bias, residual and k_start, which PRESETS["small"] sets.
         """
         cfg = self.cfg
         sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d
-        if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0:
-            raise ValueError("a size below 1, or timestep_std below 0")
-        if cfg.d % cfg.n_head:
-            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}")
+        if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0 or cfg.d % cfg.n_head:
+            raise ValueError("a size below 1, timestep_std below 0, or a d that n_head does not divide")
         if not (0 < cfg.fixed_k <= 1 and 0 < cfg.k_start < 1 and 0 <= cfg.k_cost < math.inf):
             raise ValueError("fixed_k must lie in (0, 1], k_start in (0, 1), k_cost in [0, inf)")
         mixes = cfg.selection != "none" and (cfg.layers == "all" or cfg.n_layer > 1)
-        learned = mixes and cfg.selection == "learned"
+        learns = mixes and cfg.selection == "learned"
         alone = cfg.strategy == "token"
         for name, works, need in (
             ("layers", mixes, "mixer layers"),
-            ("aux", mixes and cfg.strategy == "window", "mixer layers with strategy='window'"),
+            ("aux", mixes and cfg.strategy == "window", "mixer layers of strategy='window'"),
             ("fixed_k", cfg.selection == "fixed", "selection='fixed'"),
             ("selection", cfg.selection != "fixed" or not alone, "several tokens to choose from"),
-            ("hyper_input", learned and not alone, "an H that reads several tokens"),
-            ("k_gradient", learned, "an H"),
-            ("k_cost", learned and cfg.k_gradient != "none", "an H that learns"),
+            ("hyper_input", learns and not alone, "an H of several tokens"),
+            ("k_gradient", learns, "an H"),
+            ("k_cost", learns and cfg.k_gradient != "none", "an H that learns"),
         ):
             if getattr(cfg, name) != getattr(Config, name) and not works:
                 raise ValueError(f"{name}={getattr(cfg, name)} has no effect without {need}")
@@ -346,8 +344,9 @@ class DecisionMixer(nn.Module):
 
         NOTE(code): there their gradients count in the norm that clips the model's.
         """
-        aux = [p for name, p in self.named_parameters() if ".aux." in name]
-        rest = [p for name, p in self.named_parameters() if ".aux." not in name]
+        aux, rest = [], []
+        for name, p in self.named_parameters():
+            (aux if ".aux." in name else rest).append(p)
         groups = [dict(params=rest, weight_decay=weight_decay, lr_scale=1.0)]
         return groups + [dict(params=aux, weight_decay=0.0, lr_scale=0.1)] if aux else groups
 
@@ -457,6 +456,11 @@ class DecisionMixer(nn.Module):
 Model = DecisionMixer   # the name by which the trainer finds it
 
 
+FRAMES = dict(  # not in the paper: as DT on Atari
+    n_head=8, d=128, context_len=30, position="window", timestep_std=0.0, betas=(0.9, 0.95), weight_decay=0.1,
+    decay="matrices", clip=1.0, schedule="cosine", lr_floor=0.1,
+)
+
 # The paper's settings: "*", then the environment's family, then its name, then "small".
 PRESETS = {
     "*": dict(  # Table 7, else as released
@@ -476,16 +480,8 @@ PRESETS = {
     "door": dict(rtg_scale=100.0, targets=(2000.0, 1000.0, 500.0)),
     "relocate": dict(rtg_scale=1000.0, targets=(3000.0, 1000.0)),
     "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),  # though no episode returns more than 4
-    "atari": dict(  # not in the paper: as DT
-        n_head=8, d=128, context_len=30, position="window", timestep_std=0.0, batch_size=128, lr=6e-4,
-        betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=19_530, warmup=3,
-        schedule="cosine", lr_floor=0.1, rtg_scale=1.0, sample=True,
-    ),
-    "dmc": dict(  # not in the paper: as StARformer's paper runs DT there
-        n_head=8, d=128, context_len=30, position="window", timestep_std=0.0, batch_size=64,
-        betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", clip=1.0, steps=15_620, warmup=5,
-        schedule="cosine", lr_floor=0.1,
-    ),
+    "atari": FRAMES | dict(batch_size=128, lr=6e-4, steps=19_530, warmup=3, rtg_scale=1.0, sample=True),
+    "dmc": FRAMES | dict(batch_size=64, steps=15_620, warmup=5),  # as StARformer's paper runs DT there
     "small": dict(  # ours, minutes on a laptop
         n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3700,
         lr=1.5e-3, warmup=100, schedule="cosine", rtg_scale=None,
@@ -502,8 +498,7 @@ PRESETS = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    cfg = Config(d=64, n_layer=2, dropout=0.0)
-    model = Model(cfg)
+    model = Model(Config(d=64, n_layer=2, dropout=0.0))
     batch = dict(
         states=torch.randn(8, 20, 11), actions=torch.rand(8, 20, 3) * 2 - 1, rewards=torch.rand(8, 20, 1),
         rtg=torch.rand(8, 20, 1), timesteps=torch.arange(20).expand(8, 20),

@@ -1,11 +1,12 @@
-"""Kill a small run again and again, resume it to its end, and compare with one that was left alone: log and weights, bit for bit.
+"""Kill a small run again and again, resume it to its end, and compare it with one that was left alone.
 
     python tests/kill.py                        50 rounds, about ten minutes on one core
     python tests/kill.py --rounds 3 --model dm
 
-A round kills a run one to four times (kill -9), once in its middle at least: at a random moment from outside, or from inside at a random
-update, step of an evaluation, half written file, or file written but not yet renamed. Each attempt is a fork of this process, which has
-imported everything and trained nothing.
+Log and weights must be equal bit for bit. A round kills a run one to four times (kill -9), once in its middle
+at least: at a random moment from outside, or from inside at a random update, step of an evaluation, half
+written file, or file written but not yet renamed. Each attempt is a fork of this process, which has imported
+everything and trained nothing.
 """
 import argparse
 import csv
@@ -31,19 +32,22 @@ from data import Trajectories  # noqa: E402
 from settings import MODELS  # noqa: E402
 
 # every third update is logged and every sixteenth saved, so that a checkpoint holds half a row of the log
-GIVEN = dict(steps=330, batch_size=4, d=8, n_layer=1, n_head=1, context_len=3, dropout=0.1, size="small", device="cpu", eval_episodes=2,
-             eval_every=120, targets=(20.0, 40.0))
+GIVEN = dict(steps=330, batch_size=4, d=8, n_layer=1, n_head=1, context_len=3, dropout=0.1, size="small",
+             device="cpu", eval_episodes=2, eval_every=120, targets=(20.0, 40.0))
 PLACES = ["update", "play", "half", "rename"]
 
 
 def cart():
     g = np.random.default_rng(0)
-    return Trajectories(g.standard_normal((200, 4)), g.integers(0, 2, 200), np.ones(200), [20] * 10, n_actions=2, max_ep_len=500,
-                        env_spec={"id": "CartPole-v1", "kwargs": {}})
+    return Trajectories(g.standard_normal((200, 4)), g.integers(0, 2, 200), np.ones(200), [20] * 10,
+                        n_actions=2, max_ep_len=500, env_spec={"id": "CartPole-v1", "kwargs": {}})
 
 
 def trap(place, number):
-    """Let this process kill itself at the number-th event of this kind; number 0 counts the events only. Returns the counts."""
+    """Let this process kill itself at the number-th event of this kind. Returns the counts of events so far.
+
+    With number 0 the events are counted only.
+    """
     seen = dict.fromkeys(PLACES, 0)
 
     def event(name, last_act=lambda: None):
@@ -51,11 +55,11 @@ def trap(place, number):
         if (name, seen[name]) == (place, number):
             last_act()
             os.kill(os.getpid(), signal.SIGKILL)
-    rate, replace = T.learning_rate, os.replace
+    update, replace = T.Run.update, os.replace
 
-    def learning_rate(*args):
+    def one_update(self):
         event("update")
-        return rate(*args)
+        update(self)
 
     def rename(part, path):
         event("half", lambda: os.truncate(part, os.path.getsize(part) // 2))
@@ -68,12 +72,15 @@ def trap(place, number):
     def play(self, action):
         event("play")
         return step(self, action)
-    T.learning_rate, os.replace, CartPoleEnv.step = learning_rate, rename, play
+    T.Run.update, os.replace, CartPoleEnv.step = one_update, rename, play
     return seen
 
 
 def attempt(model, out, resume, place=None, number=0, seconds=None):
-    """One process that trains; from outside it is killed after some seconds. Returns (was it killed, its counts of events)."""
+    """One process that trains; from outside it is killed after some seconds.
+
+    Returns (was it killed, its counts of events).
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -81,7 +88,10 @@ def attempt(model, out, resume, place=None, number=0, seconds=None):
         try:
             sys.stdout = open(os.devnull, "w")
             seen = trap(place, number)
-            T.train(cart(), resume=resume, model=model, out=str(out), run="run", **GIVEN)
+            if resume:
+                T.train(cart(), resume=out / "run")
+            else:
+                T.train(cart(), model=model, out=out, run="run", **GIVEN)
             os.write(writer, " ".join(map(str, seen.values())).encode())
             code = 0
         except BaseException:
@@ -111,7 +121,13 @@ def same(a, b):
 
 def differences(run, whole):
     """What of a finished run differs from the run left alone; nothing should."""
-    wrong = [name for name in ("last.pt", "best.pt") if not same(*(torch.load(p / name, weights_only=True) for p in (run, whole)))]
+    wrong = []
+    for name in ("last.pt", "best.pt"):
+        states = [torch.load(p / name, weights_only=True) for p in (run, whole)]
+        for state in states:
+            state["settings"]["train"].pop("out")       # the folders differ
+        if not same(*states):
+            wrong.append(name)
     if (run / "log.csv").read_bytes() != (whole / "log.csv").read_bytes():
         wrong.append("log.csv")
     if {p.name for p in run.iterdir()} != {p.name for p in whole.iterdir()}:
@@ -124,9 +140,11 @@ def kill_and_resume(model, out, whole, counts, seconds, g):
     kills, reached, middle, last = [], 0, False, out / "run" / "last.pt"
     for i in reversed(range(g.randint(1, 4))):
         place = g.choice([*PLACES, "moment"])
-        left = g.random() * (1 - reached / GIVEN["steps"])      # a resumed run has fewer events to be killed at
-        where = dict(seconds=seconds * left) if place == "moment" else dict(place=place, number=1 + int(counts[place] * left))
-        if i == 0 and not middle:       # every round is killed at least once between its first checkpoint and its last
+        left = g.random() * (1 - reached / GIVEN["steps"])      # a resumed run has fewer events
+        where = dict(seconds=seconds * left)
+        if place != "moment":
+            where = dict(place=place, number=1 + int(counts[place] * left))
+        if i == 0 and not middle:       # once at least between the first checkpoint and the last
             shutil.rmtree(out, ignore_errors=True)
             reached, where = 0, dict(place="update", number=g.randint(20, GIVEN["steps"]))
         begun = last.exists()
@@ -134,19 +152,21 @@ def kill_and_resume(model, out, whole, counts, seconds, g):
             shutil.rmtree(out, ignore_errors=True)
         killed, _ = attempt(model, out, begun, **where)
         if last.exists():
-            step = torch.load(last, weights_only=True)["step"]      # whole, or this raises
+            step = torch.load(last, weights_only=True)["done"]      # whole, or this raises
             assert step >= reached, f"{last} went back from update {reached} to {step}"
             reached, middle = step, middle or killed and 0 < step < GIVEN["steps"]
         kills.append(f"{where.get('place', 'moment')}@{reached}" if killed else "missed")
     killed, _ = attempt(model, out, last.exists())
     wrong = differences(out / "run", whole)
     if killed or wrong:
-        raise SystemExit(f"{model} after {', '.join(kills)}: {', '.join(wrong)} differ from the run left alone; see {out}")
+        raise SystemExit(f"{model} after {', '.join(kills)}: {', '.join(wrong)} differ from the run left "
+                         f"alone; see {out}")
     return ", ".join(kills)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--model", choices=MODELS, help="default: all six in turn")
     parser.add_argument("--seed", type=int, default=0)
@@ -162,10 +182,12 @@ def main():
             _, counts = attempt(model, folder / f"{model}-whole", False)
             alone[model] = counts, time.time() - began
         out = folder / str(i)
-        print(f"{i + 1:3d} {model:10s} {kill_and_resume(model, out, folder / f'{model}-whole' / 'run', *alone[model], g)}", flush=True)
+        kills = kill_and_resume(model, out, folder / f"{model}-whole" / "run", *alone[model], g)
+        print(f"{i + 1:3d} {model:10s} {kills}", flush=True)
         shutil.rmtree(out)
     rows = sum(1 for _ in csv.reader(open(next(folder.glob("*-whole")) / "run" / "log.csv")))
-    print(f"{args.rounds} rounds: every run ended with the log ({rows} lines) and the weights of the run left alone")
+    print(f"{args.rounds} rounds: every run ended with the log ({rows} lines) and the weights of the run "
+          "left alone")
     shutil.rmtree(folder)
 
 

@@ -311,16 +311,27 @@ def not_a_number(states):
 
 
 def test_a_model_that_says_nan_is_reported_and_not_sent_to_the_environment():
-    model = Recorder(rule=not_a_number)
-    model.weight.data.fill_(math.nan)
-    with pytest.raises(UserError, match="the model's action is no number.* diverged"):
-        play(model)
-
-
-def test_a_target_that_no_float_carries_is_blamed_and_not_the_training():
-    with pytest.raises(UserError, match="target of 1e.29") as e:
-        play(Recorder(rule=not_a_number), targets=(1.0, 1e29, 1.0))
+    with pytest.raises(UserError, match="the model's action is no number at step 0") as e:
+        play(Recorder(rule=not_a_number))
     assert "diverged" not in str(e.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_those_of_a_training_that_diverged(value):
+    """Choices too: the likeliest of NaN is the first, and would be played on."""
+    for meta, rule in ((META, quarter), (META | CHOICES, lambda s: torch.zeros(len(s), dtype=torch.int64))):
+        model = Recorder(rule=rule)
+        model.weight.data.fill_(value)
+        with pytest.raises(UserError, match="weights hold NaN or infinity: training has diverged"):
+            play(model, meta=meta)
+
+
+@pytest.mark.parametrize("target", [1e29, -1e29, 1e12])
+def test_a_target_beyond_all_reason_is_blamed_and_not_the_training(target):
+    with pytest.raises(UserError, match=r"a target return of 1e\+(29|12) is too far") as e:
+        play(Recorder(), targets=(1.0, target, 1.0))
+    assert "diverged" not in str(e.value)
+    play(Recorder(), targets=(1.0, 1e9, -1e9))
 
 
 @pytest.mark.parametrize("what", ["an observation", "a reward"])

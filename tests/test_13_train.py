@@ -148,7 +148,8 @@ def make_tiny_maze(tmp_path, monkeypatch, id="local/pointmaze/umaze-v0"):
     ("--steps 0", "--steps must be in [1, inf), not 0"), ("--pct_traj 2", "--pct_traj"),
     ("--mixer conv", "--mixer conv: choose from"), ("--use_actions perhaps", "takes true or false"),
     ("hopper", "what is 'hopper'"), ("--source web", "--source web: choose from"),
-    ("--d 10 --n_head 3", "multiple"), ("--device cuda:9", "--device cuda:9 cannot be used"),
+    ("--d 10 --n_head 3", "n_head=3 does not divide d=10"),
+    ("--device cuda:9", "--device cuda:9 cannot be used"),
     ("--device gpu", "--device gpu cannot be used"), ("--lr", "expected one argument"),
     ("--lr nan", "--lr must be in (0, 10]"), ("--source dqn", "Atari"),
     ("--env minari:no/such-v0", "no/such-v0"), ("--env minari:", "not a Minari id"),
@@ -515,20 +516,18 @@ def spoil(state, how):
         state["meta"]["model"] = state["settings"]["train"]["model"] = "gpt"
     elif how == "a list":
         return [1, 2]
-    elif how == "optimizer":
-        del state["optimizer"][0]["exp_avg"]
     elif how == "generator":
         state["generator"] = state["generator"][:-1]
     return state
 
 
 @pytest.mark.parametrize("how", ["no meta", "no settings", "other weights", "a field of another version",
-                                 "a field is missing", "another model", "a list", "optimizer", "generator"])
+                                 "a field is missing", "another model", "a list", "generator"])
 def test_a_checkpoint_of_another_kind_gives_one_message(how, tmp_path):
     """Written by another version of the program, or by another program."""
     run = T.train(toy(env_spec={"id": "CartPole-v1", "kwargs": {}}), **TINY | dict(out=str(tmp_path)))["run"]
     torch.save(spoil(torch.load(run / "last.pt", weights_only=True), how), run / "last.pt")
-    if how not in ("optimizer", "generator", "a field is missing"):
+    if how not in ("generator", "a field is missing"):
         with pytest.raises(UserError, match="last.pt"):
             load_run(run)
     if how != "no meta":

@@ -77,6 +77,13 @@ def test_a_replay_is_cut_into_its_episodes_without_the_blank_steps_and_without_b
     assert t.rtg[:5].tolist() == [4, 4, 3, 2, 1]
 
 
+@pytest.mark.parametrize("blanks", [0, 1, 2])
+def test_only_blank_frames_are_left_out_before_an_episode(tmp_path, blanks):
+    """The first step of an episode here has no reward and action 0, as blank ones have, but a picture."""
+    t = load(replay(tmp_path, blanks=blanks))
+    assert t.lengths.tolist() == [5, 3, 2, 6, 2] and t.states[:, 0, 0].tolist()[:6] == [1, 2, 3, 4, 5, 11]
+
+
 def test_equal_parts_come_from_every_checkpoint_and_the_second_time_from_the_cache(tmp_path, capsys):
     replay(tmp_path)
     t = load(tmp_path, transitions=6)  # 3 of each: one whole episode of each
