@@ -187,7 +187,7 @@ def scaled(actions, low, high, dataset):
     for bound, edge in ((low, actions.min(0)), (high, actions.max(0))):
         bound = np.asarray(np.inf if bound is None else bound, np.float64)
         if bound.ndim:
-            array(bound, edge.shape, f"{dataset}: bounds of actions")
+            bound = array(bound, edge.shape, f"{dataset}: bounds of actions")
         given &= np.abs(bound) < 1e6
         bounds.append(np.where(np.abs(bound) < 1e6, bound, edge).astype(np.float32))
     low, high = bounds
@@ -244,7 +244,7 @@ class Windows:
             std = torch.stack([c.double().std(correction=0) for c in columns]).float()
             size = torch.stack([c.abs().max() for c in columns])
             # a number that hardly varies for its size becomes 0, and not noise blown up
-            self.std = torch.where(std <= 1e-4 * size, 1.0, std)
+            self.std = torch.where(std <= 1e-4 * size, torch.inf, std)
             x[:, :S].sub_(self.mean).div_(self.std).clamp_(-CLIP, CLIP)
         if not t.discrete:
             x[:, S:-2] = t.actions
@@ -331,7 +331,7 @@ SMALLER = "free some, take a machine with more, or train on a part of it (README
 
 
 def check_memory(need, what, advice=SMALLER):
-    """Refuse what will not fit before it is read: a process that runs out is ended without a word."""
+    """Refuse what will not fit before it is read: the system kills a process that runs out."""
     free = psutil.virtual_memory().available
     if need > 0.9 * free:
         raise UserError(f"{what} take about {need / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB "
@@ -620,6 +620,8 @@ def load(name, source="auto", data="", goal=True, transitions=500_000):
     """
     use_folder(data, source)
     if name.startswith("minari:"):
+        if source not in ("auto", "minari"):
+            raise UserError(f"{name} is a Minari set: leave out --source {source}")
         return load_minari(name.removeprefix("minari:"), transitions=transitions)
     env = get_env(name)
     if source == "auto":

@@ -185,7 +185,7 @@ def make(spec, **kwargs):
     name = spec
     try:
         if isinstance(spec, dict):
-            name, kwargs = spec["id"], spec["kwargs"] | kwargs
+            name, kwargs = spec["id"], spec.get("kwargs", {}) | kwargs
             spec = name
         elif not isinstance(spec, str) or spec.startswith("{"):
             if isinstance(spec, str):
@@ -208,7 +208,7 @@ def make(spec, **kwargs):
 def sticky(spec, probability):
     """An Atari game's spec with this chance that the emulator repeats an action; None for any other spec."""
     if isinstance(spec, dict) and spec["id"].startswith("ALE/"):
-        return spec | {"kwargs": spec["kwargs"] | {"sticky": probability}}
+        return spec | {"kwargs": spec.get("kwargs", {}) | {"sticky": probability}}
     return None
 
 

@@ -431,7 +431,7 @@ def command_line():
     starts = [args.start] if args.start else list(meta["starts"])
     plan = [(s, x, args.episodes or n) for s, x, n in meta["plan"] if s in starts]
     if args.targets:
-        count = args.episodes or (plan[0][2] if plan else 10)
+        count = args.episodes or (plan[-1][2] if plan else 10)
         plan = [(s, x, count) for s in starts for x in args.targets]
     if not plan:
         raise UserError("this run was trained without evaluation: give it targets, --targets R1 R2 ...")

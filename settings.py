@@ -49,7 +49,7 @@ class TrainConfig:
     eval_episodes: int = 10                 # per target; 0: no evaluation, and no environment is made
     eval_every: int | None = None           # updates between evaluations; none: a quarter; 0: at the end only
     sticky: float = 0.0                     # Atari: chance that the emulator repeats an action (data: 0.25)
-    sample: bool = False                    # evaluation draws discrete actions, instead of the likeliest
+    sample: bool = False                    # evaluation samples discrete actions: not the likeliest
     device: str = "auto"                    # auto: cuda where there is one, else cpu
     amp: bool | None = None                 # CUDA: bfloat16; none: for frames, compile, and from d = 256
     graph: bool = True                      # CUDA: the whole update as one graph
@@ -76,7 +76,7 @@ RANGES = {
     "[1, 10000]": "context_len",
     "[1, 100000]": "d step_d episodes",
     "[1, 10000000]": "max_ep_len",
-    "[0, 1000]": "timestep_std aux_lr_scale",
+    "[0, 1000]": "timestep_std",
 }
 RANGE_OF = {key: text for text, keys in RANGES.items() for key in keys.split()}
 LARGEST_BATCH = 2**20           # steps in a batch: batch_size * context_len
@@ -145,12 +145,15 @@ def check_model(settings):
 
 
 def pick_device(name):
-    """A torch device that works here; auto is CUDA where there is one."""
+    """A torch device that works here; auto is CUDA where there is one, with TF32 for matrix products."""
+    torch.set_float32_matmul_precision("high")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)       # graphs and generators are those of the current one
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         why = short(error)[:150]
         raise UserError(f"--device {name} cannot be used here ({why}); use --device auto or cpu") from error

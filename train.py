@@ -22,6 +22,8 @@ import signal
 import sys
 import time
 import typing
+import warnings
+import zlib
 from pathlib import Path
 
 import filelock
@@ -37,17 +39,17 @@ import settings as config
 from errors import Parser, UserError, run_command, short
 from eval import check_environment, evaluate, load_run, plot_curve, plot_targets, seeds_table, table, title
 
-DECIDE_SCORES = "torch numpy gymnasium gymnasium-robotics mujoco ale-py dm-control minari".split()
+PACKAGES = "torch numpy gymnasium gymnasium-robotics mujoco ale-py dm-control minari".split()
 
 
 # ------------------------------------------------------------------- one update
 
 def learning_rate(cfg, step):
-    """Of update step, from 0: a linear warm-up, then constant or half a cosine down to lr_floor of it."""
+    """The rate of update step, counted from 0: a linear warm-up, then constant or half a cosine."""
     warm = min(1.0, (step + 1) / max(1, cfg.warmup))
     if cfg.schedule == "constant":
         return cfg.lr * warm
-    # clamped: unclamped, the cosine climbs again
+    # beyond the last update an unclamped cosine would climb again
     progress = min(1.0, max(0.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)))
     return cfg.lr * warm * max(cfg.lr_floor, 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -75,7 +77,7 @@ def make_optimizer(model, cfg, device):
     cuda = device.type == "cuda"
     for group in groups:
         group["lr"] = torch.tensor(cfg.lr, device=device) if cuda else cfg.lr
-    return torch.optim.AdamW(groups, betas=cfg.betas, fused=True, capturable=cuda)
+    return torch.optim.AdamW(groups, betas=cfg.betas, fused=True, capturable=cuda and cfg.graph)
 
 
 def make_step(model, windows, optimizer, cfg, generator):
@@ -101,36 +103,29 @@ def make_step(model, windows, optimizer, cfg, generator):
     for module in model.modules():
         if hasattr(module, "static_shapes"):        # DM: as many tokens in every update
             module.static_shapes = True
-    return captured(step, generator)
+    return captured(step, generator).__next__
 
 
 def captured(step, generator):
-    """step as one CUDA graph from its fourth call on; the calls before make what a graph cannot make."""
+    """The logs of step: of three ordinary calls, which allocate what a graph cannot; then of a CUDA graph."""
+    warnings.filterwarnings("ignore", message=".*capturable=True.*")     # of these three calls
     side = torch.cuda.Stream()
-    calls, graph, log = 0, None, None
-
-    def run():
-        nonlocal calls, graph, log
-        calls += 1
-        if calls == 4:
-            try:
-                graph = torch.cuda.CUDAGraph()
-                graph.register_generator_state(generator)
-                with torch.cuda.graph(graph):
-                    log = step()
-            except Exception as error:      # what cannot be captured still runs, slower
-                torch.cuda.synchronize()
-                graph = None
-                print(f"the update does not fit a CUDA graph ({short(error)}); it runs without")
-        if graph:
-            graph.replay()
-            return log
+    for _ in range(3):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            out = step()
+            log = step()
         torch.cuda.current_stream().wait_stream(side)
-        return out
-    return run
+        yield log
+    try:
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(generator)
+        with torch.cuda.graph(graph):
+            log = step()
+    except Exception as error:      # a failed capture leaves streams and generators unusable
+        raise UserError(f"the update fits no CUDA graph ({short(error)}); add --graph false") from error
+    while True:
+        graph.replay()
+        yield log
 
 
 # ------------------------------------------------------------------- run folders
@@ -171,7 +166,7 @@ def hold(folder):
 
 
 def write_atomically(path, write):
-    """write(temporary path), then rename: a killed process leaves the old file or the new, never a half."""
+    """write(temporary path), then rename, so that a killed process never leaves a part of a file."""
     part = path.with_name("part-" + path.name)
     try:
         write(part)
@@ -184,7 +179,7 @@ def write_atomically(path, write):
 
 # ------------------------------------------------------------------- a run
 
-COUNTED = ("done", "best", "loss", "sums", "count", "rows", "fingerprint")
+SAVED = ("done", "best", "loss", "sums", "count", "rows", "fingerprint")
 
 
 class Run:
@@ -200,40 +195,39 @@ class Run:
         self.settings, self.cfg, self.folder = settings, cfg, None
         self.device = config.pick_device(cfg.device)
         self.model = config.model_of(settings).to(self.device)
-        try:
-            self.windows = data.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
-                                        sizes.max_ep_len, sizes.goal != "none")
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"the data do not fit into {self.device}; load fewer: --transitions N") from error
+        self.windows = data.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
+                                    sizes.max_ep_len, sizes.goal != "none")
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)     # draws batches alone
         self.optimizer = make_optimizer(self.model, cfg, self.device)
         self.meta = acting_facts(settings, t) | dict(
             state_mean=self.windows.mean, state_std=self.windows.std, plan=list(plan), headline=headline)
-        some = t.states[::97] if t.stack else t.states      # gigabytes of frames take long to add up
-        sums = [float(x.sum(dtype=torch.float64)) for x in (t.rewards, some)]
-        self.fingerprint = [t.dataset, t.source, len(t), *sums]
+        arrays = (t.rewards, t.actions) if t.stack else (t.rewards, t.actions, t.states)
+        self.fingerprint = [t.dataset, t.source, len(t), *(zlib.crc32(x.numpy()) for x in arrays)]
         self.done, self.best, self.rows, self.envs, self.step = 0, None, [], [], None
         self.loss, self.sums, self.count = math.nan, {}, 0      # the last logged loss, and sums since
 
     def load(self, state):
         """Go on from what save() wrote. Raises UserError if the data are not those of its beginning."""
         if state["fingerprint"] != self.fingerprint:
-            raise UserError(f"{self.folder} began with other data (set, source, transitions, sums): "
+            raise UserError(f"{self.folder} began with other data (set, source, transitions, hashes): "
                             f"{state['fingerprint']}, and not {self.fingerprint}")
-        self.model.load_state_dict(state["model"])
-        groups = self.optimizer.state_dict()["param_groups"]        # those of this device, not of the run's
-        self.optimizer.load_state_dict(dict(state=state["optimizer"], param_groups=groups))
-        for key in COUNTED:
-            setattr(self, key, state[key])
-        self.sums = {key: x.to(self.device) for key, x in self.sums.items()}
-        torch.set_rng_state(state["torch_rng"])
-        cuda = self.device.type == "cuda"
-        if cuda == (state["cuda_rng"] is not None):
-            self.generator.set_state(state["generator"])
-            if cuda:
-                torch.cuda.set_rng_state(state["cuda_rng"])
-        else:       # begun on another kind of device, whose generator this one cannot go on with
-            self.generator.manual_seed(self.cfg.seed + self.done)
+        try:
+            self.model.load_state_dict(state["model"])
+            groups = self.optimizer.state_dict()["param_groups"]    # those of this device, not of the run's
+            self.optimizer.load_state_dict(dict(state=state["optimizer"], param_groups=groups))
+            for key in SAVED:
+                setattr(self, key, state[key])
+            self.sums = {key: x.to(self.device) for key, x in self.sums.items()}
+            torch.set_rng_state(state["torch_rng"])
+            cuda = self.device.type == "cuda"
+            if cuda == (state["cuda_rng"] is not None):
+                self.generator.set_state(state["generator"])
+                if cuda:
+                    torch.cuda.set_rng_state(state["cuda_rng"])
+            else:       # begun on another kind of device, whose generator cannot be continued on this one
+                self.generator.manual_seed(self.cfg.seed + self.done)
+        except Exception as error:      # parts that do not fit each other
+            raise UserError(f"{self.folder / 'last.pt'} cannot be resumed ({short(error)})") from error
 
     def save(self, which="last"):
         """Write log.csv and last.pt, from which training goes on; or best.pt, to act with."""
@@ -242,7 +236,7 @@ class Run:
         state = dict(model=self.model.state_dict(), settings=settings, meta=self.meta)
         if which == "last":
             self.write_log()
-            state |= {key: getattr(self, key) for key in COUNTED} | dict(
+            state |= {key: getattr(self, key) for key in SAVED} | dict(
                 optimizer=self.optimizer.state_dict()["state"], generator=self.generator.get_state(),
                 torch_rng=torch.get_rng_state(), cuda_rng=None)
             if self.device.type == "cuda":
@@ -279,7 +273,8 @@ class Run:
         """
         self.update()
         steps, last = self.cfg.steps, self.done == self.cfg.steps
-        if self.done % max(1, steps // 100) == 0 or last:
+        hundredth = max(1, steps // 100)
+        if self.done % hundredth == 0 or last:
             mean = {key: float(x) / self.count for key, x in self.sums.items()}
             self.loss, self.sums, self.count = mean["loss"], {}, 0
             if not math.isfinite(self.loss):
@@ -290,7 +285,7 @@ class Run:
         if self.meta["plan"] and every and self.done % every == 0 and not last:
             start = list(self.meta["starts"])[-1]
             self.keep_best(self.play([(s, x, min(n, 10)) for s, x, n in self.meta["plan"] if s == start]))
-        if self.done % max(1, steps // 20) == 0 or last:
+        if self.done % (max(1, steps // 20) // hundredth * hundredth) == 0 or last:    # after a look at the loss
             self.save()
 
     def play(self, plan, model=None, **facts):
@@ -338,11 +333,11 @@ class Run:
 
 
 def acting_facts(settings, t):
-    """All that acting needs besides the weights, in tensors and plain Python; and where it comes from."""
+    """A checkpoint's meta: normalisation, bounds, environment, and what the run is called by."""
     cfg, sizes = settings.train, settings.model
     env = envs.ENVS.get(cfg.env)
     versions = {}
-    for name in DECIDE_SCORES:
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return dict(
@@ -378,8 +373,10 @@ def choose_targets(settings, t, env):
         targets = list(cfg.targets)
         headline, why = targets[0], settings.origin["targets"]
     else:
-        targets = np.linspace(*np.percentile(returns, [5, 95]), 5).round(1).tolist()
-        headline = targets[-1] if share == 95 else float(np.percentile(returns, share).round(1))
+        ends = np.percentile(returns, [5, 95])
+        digits = max(1, 2 - math.floor(math.log10(np.ptp(ends) or 1)))
+        targets = np.linspace(*ends, 5).round(digits).tolist()
+        headline = float(np.percentile(returns, share).round(digits))
         why = f"{share}th percentile{place}; targets from its 5th to its 95th"
         settings = settings.replace("data", targets=tuple(targets))
     plan = [(s, x, cfg.eval_episodes) for s in starts for x in dict.fromkeys(targets)]
@@ -393,7 +390,7 @@ def choose_targets(settings, t, env):
 
 @contextlib.contextmanager
 def signals():
-    """A list that Ctrl-C and kill put something into; a second Ctrl-C ends at once."""
+    """A list that is no longer empty once Ctrl-C or kill has come. A second Ctrl-C ends at once."""
     asked, old = [], {}
 
     def ask(number, frame):
@@ -409,7 +406,7 @@ def signals():
             signal.signal(number, handler)
 
 
-FREE = {"device", "data", "amp", "graph", "compile"}        # what may change when a run goes on
+MAY_CHANGE = {"device", "data", "amp", "graph", "compile"}        # what may change when a run goes on
 
 
 def read_checkpoint(folder, given):
@@ -417,7 +414,7 @@ def read_checkpoint(folder, given):
     file = folder / "last.pt"
     if not file.is_file():
         raise UserError(f"nothing to resume: {file} does not exist")
-    if others := given.keys() - FREE:
+    if others := given.keys() - MAY_CHANGE:
         raise UserError(f"--resume takes its settings from the run; leave out --{' --'.join(sorted(others))}")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -438,51 +435,46 @@ def train(trajectories=None, resume=None, **given):
     Raises UserError for what the user can put right. Ctrl-C leaves a checkpoint and raises SystemExit(130).
     """
     began = time.time()
-    if resume:
-        folder = Path(resume).expanduser()
-        folder = folder.parent if folder.suffix == ".pt" else folder
-        settings, _ = read_checkpoint(folder, given)
-    else:
-        settings = config.resolve(given if trajectories is None else {"env": "arrays"} | given)
-    run, text = begin(settings, trajectories)
-    cfg = run.cfg
-    run.folder = folder if resume else new_folder(cfg)      # not before all of the above has worked
-    try:
-        with hold(run.folder), signals() as asked:
-            if resume:      # read again: another process may have gone on in the meantime
-                resume_run(run)
-                text += f"\nresuming after update {run.done:,}"
-            seconds, where = advance(run, text, asked)
-            if run.done < cfg.steps:
-                run.save()
-                print(f"stopped after update {run.done:,}; python train.py --resume {run.folder} goes on")
-                sys.exit(130)
-            text = f"{title(run.meta)}, seed {cfg.seed}\ntrained in {seconds:.0f} s on {where}"
-            rows, best_rows, tables = run.finish()
-            files = "last.pt, log.csv, curve.png"
-            if rows:
-                files += ", best.pt, targets.png, table.txt"
-                (run.folder / "table.txt").write_text(f"{text}{tables}\n", encoding="utf-8")
-            seconds = time.time() - began
-            print(f"\n{text}{tables}\n{seconds:.0f} s in all; {run.folder} holds {files}", flush=True)
-    except BaseException:
-        if not (run.folder / "last.pt").exists():       # nothing to go on with
-            shutil.rmtree(run.folder, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as stack:
+        if resume:
+            folder = Path(resume).expanduser()
+            folder = folder.parent if folder.suffix == ".pt" else folder
+            if folder.is_dir():
+                stack.enter_context(hold(folder))
+            settings, state = read_checkpoint(folder, given)
+        else:
+            settings = config.resolve(given if trajectories is None else {"env": "arrays"} | given)
+        run, text = begin(settings, trajectories)
+        cfg = run.cfg
+        run.folder = folder if resume else new_folder(cfg)      # not before all of the above has worked
+        if resume:
+            run.load(state)
+            text += f"\nresuming after update {run.done:,}"
+        else:
+            stack.callback(remove_if_unsaved, run.folder)
+            stack.enter_context(hold(run.folder))
+        seconds, where = advance(run, text)
+        if run.done < cfg.steps:
+            run.save()
+            print(f"stopped after update {run.done:,}; python train.py --resume {run.folder} goes on")
+            sys.exit(130)
+        text = f"{title(run.meta)}, seed {cfg.seed}\ntrained in {seconds:.0f} s on {where}"
+        rows, best_rows, tables = run.finish()
+        files = "last.pt, log.csv, curve.png"
+        if rows:
+            files += ", best.pt, targets.png, table.txt"
+            (run.folder / "table.txt").write_text(f"{text}{tables}\n", encoding="utf-8")
+        seconds = time.time() - began
+        print(f"\n{text}{tables}\n{seconds:.0f} s in all; {run.folder} holds {files}", flush=True)
     return dict(run=run.folder, rows=rows, best_rows=best_rows, meta=run.meta, seconds=seconds)
 
 
-def resume_run(run):
-    _, state = read_checkpoint(run.folder, {})
-    try:
-        run.load(state)
-    except UserError:
-        raise
-    except Exception as error:      # parts that do not fit each other
-        raise UserError(f"{run.folder / 'last.pt'} cannot be gone on with ({short(error)})") from error
+def remove_if_unsaved(folder):
+    if not (folder / "last.pt").exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def advance(run, text, asked):
+def advance(run, text):
     """Train to the end, or until a signal; returns (seconds, on what). text: what to print before."""
     cfg = run.cfg
     where = f"{run.device}, {torch.get_num_threads()} threads"
@@ -491,29 +483,32 @@ def advance(run, text, asked):
     windows = f"{cfg.batch_size} windows of {run.settings.model.context_len} steps"
     numbers = sum(p.numel() for p in run.model.parameters())
     print(f"{text}\n{cfg.steps:,} updates of {windows}, {numbers:,} parameters, on {where}\n"
-          f"settings by where they come from\n{run.settings.describe()}\nrun folder {run.folder}", flush=True)
-    started, first, quiet = time.time(), run.done, not sys.stderr.isatty()
-    with tqdm(total=cfg.steps, initial=first, unit="update", disable=quiet, dynamic_ncols=True) as bar:
+          f"settings by where they come from\n{run.settings.describe()}\nrun folder {run.folder}",
+          flush=True)
+    started, first, quiet = time.perf_counter(), run.done, not sys.stderr.isatty()
+    bar = tqdm(total=cfg.steps, initial=first, unit="update", disable=quiet, dynamic_ncols=True)
+    with bar, signals() as asked:
         while run.done < cfg.steps and not asked:
-            run.tick()
+            try:
+                run.tick()
+            except torch.OutOfMemoryError as error:
+                raise UserError(f"{run.device} is out of memory; try a smaller --batch_size") from error
             bar.update()
             loss = f"loss {run.loss:.4f}"
             bar.set_postfix_str(loss, refresh=False)
-            speed = (run.done - first) / (time.time() - started)        # updates a second
+            speed = (run.done - first) / (time.perf_counter() - started)        # updates a second
             if quiet and run.done == first + 20:
                 print(f"about {(cfg.steps - run.done) / speed / 60:.1f} minutes to train", flush=True)
             if quiet and run.done % (10 * max(1, cfg.steps // 100)) == 0:
                 print(f"update {run.done:6,}  {loss}  {speed:.1f} updates/s", flush=True)
-    return time.time() - started, where
+    return time.perf_counter() - started, where
 
 
 def begin(settings, trajectories=None):
-    """(a Run without a folder, a text about its data and targets). Nothing is written yet."""
+    """(a Run without a folder, a text about its data and targets). Collects or downloads the data."""
     cfg, t = settings.train, trajectories
     env = envs.ENVS.get(cfg.env)
     config.pick_device(cfg.device)
-    if cfg.sticky and env and env.family != "atari":
-        raise UserError("--sticky is for Atari games")
     if t is None:
         if cfg.env == "arrays":
             raise UserError("this run learnt from arrays of your own: train(trajectories, resume=its folder)")
@@ -522,6 +517,8 @@ def begin(settings, trajectories=None):
         t = data.load(cfg.env, cfg.source, cfg.data, settings.model.goal != "none", cfg.transitions)
     if cfg.pct_traj < 1:
         t = t.top(cfg.pct_traj)
+    if cfg.sticky and envs.sticky(t.env_spec, cfg.sticky) is None:
+        raise UserError("--sticky is for Atari games")
     settings = config.completed(settings, t, t.source)
     config.check_model(settings)
     notes, plan, headline, run_envs = ["no evaluation"], [], None, []
@@ -587,7 +584,7 @@ def bench(updates, given):
     cfg, sizes = run.cfg, counters(run.model, run.settings.model)
     cuda = run.device.type == "cuda"
     times = []
-    for _ in range(min(20, updates) + updates):
+    for _ in range(20 + updates):
         start = time.perf_counter()
         run.update()
         if cuda:
@@ -613,6 +610,7 @@ def show(given):
     settings, sizes = config.resolve(given), {}
     if env := envs.ENVS.get(settings.train.env):
         settings = config.completed(settings, env, settings.train.source)
+        config.check_model(settings)
         sizes = counters(config.model_of(settings), settings.model)
     for key, x in settings.values().items():
         print(f"{key:16s} {str(x):28s} {settings.origin[key]}")
@@ -629,7 +627,6 @@ def main():
     way.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
     way.add_argument("--seeds", type=int, nargs="+", help="train a run for each seed, print one table")
     options, given = config.parse(sys.argv[1:], parser)
-    torch.set_float32_matmul_precision("high")
     if "show" in options:
         show(given)
     elif "bench" in options:

@@ -124,7 +124,7 @@ class MixerLayer(nn.Module):
         k = exact.round().clamp(min=0 if view == "token" else 1)
         rank = ranks(w, mask, view)
         kept = (rank < k) & mask  # NOTE(code): those above the k-th weight, so k - 1, padding among them
-        guess = None if self.aux is None else self.aux(x.detach()).transpose(1, 2)
+        guess = None if self.aux is None else self.aux(x.detach()).transpose(1, 2)  # for Eq. 5
         # NOTE(code): k is cut to an integer, so no gradient reaches H, and it stays a random function
         if acting or cfg.selection == "fixed" or cfg.k_gradient == "none":
             return Choice(kept, kept.to(w.dtype), kept, guess=guess)
@@ -389,7 +389,7 @@ class DecisionMixer(nn.Module):
             mask = torch.ones_like(timesteps, dtype=torch.bool)
         mask = mask.repeat_interleave(self.kinds, 1)  # (B, L)
         choices = []
-        for i, block in enumerate(self.blocks, 1):
+        for i, block in enumerate(self.blocks, 1):  # of the last layer, only the states are wanted
             wanted = slice(self.state_at, None, self.kinds) if i == cfg.n_layer else None
             if isinstance(block, MixerLayer):
                 x, choice = block(x, mask, not self.training, wanted)
@@ -420,8 +420,8 @@ class DecisionMixer(nn.Module):
         else:
             error = (y - batch["actions"]).square().mean(-1)
         total = loss = (error * batch["mask"]).sum() / batch["mask"].sum()
-        log = {f"kept_{i}": c.kept.sum(1).float().mean() for i, c in enumerate(choices, 1)}
-        log["loss"] = loss.detach()
+        log = {"loss": loss.detach()}
+        log |= {f"kept_{i}": c.kept.sum(1).float().mean() for i, c in enumerate(choices, 1)}
 
         mask = batch["mask"].repeat_interleave(self.kinds, 1)  # (B, L)
 

@@ -1,4 +1,4 @@
-"""What the notebooks share: runs that are kept and found again, tables, pictures, maps from hooks.
+"""What the notebooks share: runs that are kept and found again, tables, pictures.
 
 A notebook begins with lab.begin(name, scale). A section is then a call of compare(): it trains what is not
 there yet, prints a table, and adds a row for each target to results/<name>.csv. Scales:
@@ -31,7 +31,6 @@ import filelock
 import numpy as np
 import PIL.Image
 import torch
-import torch.nn.functional as F
 from IPython.display import Image, Markdown, display
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -41,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import released  # noqa: E402 (found once the repository's folder is on the path)
+from maps import attention_maps, filters, gates, group_maps, kernel_maps  # noqa: E402, F401 (for notebooks)
 
 import data  # noqa: E402
 import envs  # noqa: E402
@@ -48,7 +48,7 @@ import eval as player  # noqa: E402
 import settings  # noqa: E402
 import train  # noqa: E402
 from eval import interval  # noqa: E402
-from models import dc, dm, dt, lsdt, radt, starformer  # noqa: E402, F401 (the notebooks read them here)
+from models import dc, dm, dt, lsdt, radt, starformer  # noqa: E402, F401 (for notebooks)
 from policies import collect  # noqa: E402
 
 SCALES = dict(
@@ -62,10 +62,6 @@ MS = dict(dt=(1.3, 7.0), dc=(0.9, 3.8), lsdt=(1.9, 13.1), radt=(2.2, 13.2), star
 COLUMNS = (
     "id label model env dataset source settings scale trained seed start target headline episodes "
     "return_mean return_std score success abs_error steps seconds machine date").split()
-UNTRAINED = dict(steps=200, eval_episodes=2)
-UNTRAINED_FRAMES = dict(steps=40, batch_size=16, context_len=4, eval_episodes=2)
-SMOKE = dict(steps=3, batch_size=4, d=32, warmup=1, targets=(1.0,), eval_episodes=1, eval_every=0)
-SMOKE_FRAMES = dict(n_head=1, context_len=2)
 
 
 # ------------------------------------------------------------------- scales
@@ -148,13 +144,8 @@ class Run:
     def checkpoint(self):
         return player.load_run(self.folder, device=settings.pick_device("auto"))
 
-    @property
-    def net(self):
-        return self.checkpoint[0]
-
-    @property
-    def meta(self):
-        return self.checkpoint[1]
+    net = property(lambda self: self.checkpoint[0])
+    meta = property(lambda self: self.checkpoint[1])
 
     @functools.cached_property
     def log(self):
@@ -218,10 +209,11 @@ def values_of(env, seed, trained, given):
     if here.scale == "paper":
         base = dict(size="paper", source=published(env))
     elif here.scale == "smoke":
-        base |= SMOKE_FRAMES if frames else {}
-        forced = SMOKE
+        base |= dict(n_head=1, context_len=2) if frames else {}
+        forced = dict(steps=3, batch_size=4, d=32, warmup=1, targets=(1.0,), eval_episodes=1, eval_every=0)
     elif not trained:
-        base |= UNTRAINED_FRAMES if frames else UNTRAINED
+        base |= dict(steps=40, batch_size=16, context_len=4) if frames else dict(steps=200)
+        base["eval_episodes"] = 2
     return base | given | forced | dict(env=env, seed=seed)
 
 
@@ -290,7 +282,7 @@ def hours_of(env, given):
 
 
 def record(id, run):
-    """Add a finished run's rows to the notebook's CSV file; at scale smoke it is not the committed one."""
+    """Add a finished run's rows to the notebook's CSV file; that of scale smoke is not committed."""
     changed = " ".join(f"{key}={x}" for key, x in run.settings.items() if key != "model")
     for row in run.rows:
         facts = dict(id=id, scale=here.scale, settings=changed, headline=row is run.headline())
@@ -357,9 +349,9 @@ def table(runs, paper=None, each_target=False):
     show(markdown(head + ["paper, its own data"] * bool(paper), rows) + "\n\n" + stamp(runs))
 
 
-def compare(id, variants, names, trained=False, seeds=None, paper=None, each_target=False, **common):
+def compare(*what, paper=None, each_target=False, **given):
     """sweep() and table() in one; returns the runs."""
-    runs = sweep(id, variants, names, trained, seeds, **common)
+    runs = sweep(*what, **given)
     table(runs, paper, each_target)
     return runs
 
@@ -438,15 +430,15 @@ def picture(fig, save=None):
     display(Image(out.getvalue()))
 
 
-def axes(columns, rows=1, width=3.4, height=2.9, **kwargs):
+def axes(columns, rows=1, width=3.4, height=2.9):
     """(figure, flat list of axes)."""
     fig = Figure(figsize=(width * columns, height * rows))
-    return fig, list(fig.subplots(rows, columns, squeeze=False, **kwargs).flat)
+    return fig, list(fig.subplots(rows, columns, squeeze=False).flat)
 
 
 def plain(x):
     """A tensor or anything like an array, as an array in the computer's memory."""
-    return x.detach().cpu().numpy() if torch.is_tensor(x) else np.asarray(x)
+    return torch.as_tensor(x).detach().cpu().numpy()
 
 
 def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=4):
@@ -544,7 +536,7 @@ def paths(runs, n=20, save=None):
     for ax, r in zip(panels, runs, strict=True):
         tapes = [Tape(envs.make(r.meta["env_spec"])) for _ in range(n)]
         options = [r.meta["starts"][r.rows[0]["start"]]] * n
-        result = player.rollout(r.net, r.meta, tapes, np.full(n, r.asked), range(n), options)
+        result = player.rollout(r.net.eval(), r.meta, tapes, np.full(n, r.asked), range(n), options)
         maze = tapes[0].unwrapped.maze
         width, height = maze.map_width, maze.map_length
         for tape, reached in zip(tapes, result["success"], strict=True):
@@ -566,98 +558,3 @@ def tokens(model):
     """The names of a window's tokens, step by step: R s a, or what is there of them."""
     first = dict(rtg=["R"], reward=["r"], none=[])[model.cfg.condition]
     return first + ["s"] + ["a"] * model.cfg.use_actions
-
-
-# ------------------------------------------------------------------- maps, by hooks
-
-@contextlib.contextmanager
-def watch(model, kinds, visit):
-    """While a forward runs: visit(name, module, input) for every module of these classes."""
-    hooks = [
-        module.register_forward_pre_hook(lambda module, args, name=name: visit(name, module, args[0]))
-        for name, module in model.named_modules() if isinstance(module, kinds)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@torch.no_grad()
-def forward(model, batch):
-    return model.eval()(**batch)
-
-
-def layer(name):
-    """The title of a module's layer, counted from 1: "layer 1" for blocks.0.mixer."""
-    return f"layer {int(name.split('.')[1]) + 1}"
-
-
-def attention_maps(model, batch):
-    """{"layer i": (B, H, L, L)}, where there is attention: who looks at whom, in rows that sum to 1.
-
-    DT's learned matrix (mixer="direct") comes as it is, (1, 1, L, L). LSDT's are its long branch. A mixer
-    layer of DM is over the tokens that it selected, put back in their places, zero elsewhere.
-    """
-    maps = {}
-
-    def visit(name, module, x):
-        q, k, _ = module.qkv(x).unflatten(-1, (3, module.n_head, -1)).permute(2, 0, 3, 1, 4)
-        scores = q @ k.transpose(-1, -2) / q.shape[-1]**0.5
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        maps[layer(name)] = scores.masked_fill(future, -math.inf).softmax(-1)
-    kinds = dt.Attention, dc.Attention, lsdt.LongBranch, dm.Attention, starformer.Attention
-    with watch(model, kinds, visit):
-        forward(model, batch)
-    for name, module in model.named_modules():
-        if isinstance(module, dt.DirectMixer):
-            maps[layer(name)] = module.A.detach().tril()[None, None]
-    mixing = [layer(name) for name, module in model.named_modules() if isinstance(module, dm.MixerLayer)]
-    for title, kept in zip(mixing, model.selected(batch) if mixing else [], strict=True):
-        maps[title] = put_back(maps[title], kept)
-    return maps
-
-
-def put_back(short, kept):
-    """Maps (B, H, C, C) over each row's selected tokens, kept (B, L), in their places: (B, H, L, L)."""
-    B, L = kept.shape
-    out = short.new_zeros(B, short.shape[1], L, L)
-    for b in range(B):
-        places = kept[b].nonzero()[:, 0]
-        out[b][:, places[:, None], places] = short[b, :, :len(places), :len(places)]
-    return out
-
-
-def group_maps(model, batch):
-    """(layers, B, K, H, n, n): whom each token of a step's group looks at in StARformer."""
-    maps = []
-    with watch(model, starformer.GroupAttention, lambda name, module, z: maps.append(module.weights(z))):
-        forward(model, batch)
-    return torch.stack(maps).unflatten(1, batch["states"].shape[:2])
-
-
-def kernel_maps(model, batch):
-    """{"layer i": (B, L, L)}: how LSDT's convolution weighs earlier tokens, the mean over its kernels."""
-    maps = {}
-
-    def visit(name, module, x):
-        kernels = module.kernels(F.glu(module.expand(x), -1)).mean(-1)      # (B, L, width)
-        L, width = kernels.shape[1:]
-        maps[layer(name)] = sum(torch.diag_embed(kernels[:, j:, j], -j) for j in range(min(width, L)))
-    with watch(model, lsdt.DynamicConv, visit):
-        forward(model, batch)
-    return maps
-
-
-def filters(model):
-    """{"layer i": (kinds, window, d)}: DC's filters, w[kind, l, channel] for the token l places back."""
-    return {layer(name): module.weight.detach() for name, module in model.named_modules()
-            if isinstance(module, dc.TokenFilters | lsdt.TokenFilters)}
-
-
-def gates(model, batch):
-    """{"layer i": (B, L, d)}: LSDT's HFM weights, the long branch's channels first."""
-    maps = {}
-    with watch(model, lsdt.Fusion, lambda name, module, y: maps.update({layer(name): module.gates(y)})):
-        forward(model, batch)
-    return maps

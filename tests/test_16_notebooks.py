@@ -1,4 +1,4 @@
-"""The notebooks: complete, executed, small, and running at scale smoke; and lab.py's maps, quirks and tables.
+"""The notebooks: complete, executed, small, running at scale smoke; and the maps, quirks and tables they use.
 
     pytest tests/test_16_notebooks.py
 """
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
 import lab  # noqa: E402
+import maps  # noqa: E402
 import released  # noqa: E402
 
 NAMES = ["quickstart", "data", "dt", "dc", "lsdt", "radt", "starformer", "dm"]
@@ -167,81 +168,74 @@ def test_attention_maps_give_the_layers_own_output(module, cfg, kind):
     """The weights times V are what the layer computes by its fused kernel."""
     model = spread(module.Model(cfg))
     x = doubled(batch(cfg))
-    maps = lab.attention_maps(model, x)
-    assert list(maps) == ["layer 1", "layer 2"]
-    seen = []
-    for m in (m for m in model.modules() if isinstance(m, kind)):
-        m.register_forward_hook(lambda m, args, out: seen.append((m, args[0], out)))
-    lab.forward(model, x)
-    for weights, (m, z, out) in zip(maps.values(), seen, strict=True):
+    found = maps.attention_maps(model, x)
+    assert list(found) == ["layer 1", "layer 2"]
+    for title, (m, z) in maps.watched(model, x, kind, lambda m, z: (m, z)).items():
+        weights = found[title]
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
         assert (weights.triu(1) == 0).all()
         v = m.qkv(z).chunk(3, -1)[2].unflatten(-1, (m.n_head, -1)).transpose(1, 2)
         y = (weights @ v).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(m.proj(y) if hasattr(m, "proj") else y, out)
+        torch.testing.assert_close(m.proj(y) if hasattr(m, "proj") else y, m(z))
 
 
 def test_maps_of_the_direct_mixer_are_its_matrix():
     model = dt.Model(dt.Config(context_len=2, d=16, n_layer=1, mixer="direct"))
     want = [[1 / n] * n + [0] * (6 - n) for n in range(1, 7)]
-    torch.testing.assert_close(
-        lab.attention_maps(model, batch(model.cfg))["layer 1"][0, 0], torch.tensor(want))
+    found = maps.attention_maps(model, batch(model.cfg))["layer 1"][0, 0]
+    torch.testing.assert_close(found, torch.tensor(want))
 
 
 def test_group_maps_give_the_layers_own_output():
     """The weights times V are what a step's group gets: its action's token, its return's, and 11 numbers."""
     model = spread(starformer.Model(starformer.Config(**SMALL, condition="rtg")))
     x = doubled(batch(model.cfg))
-    maps = lab.group_maps(model, x)
-    assert maps.shape == (2, 3, 4, 4, 13, 13)
-    mixer, seen = model.steps[1].mixer, []
-    mixer.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
-    lab.forward(model, x)
-    (z, out), = seen
-    v = mixer.qkv(z).chunk(3, -1)[2].unflatten(-1, (mixer.n_head, -1)).transpose(1, 2)
-    torch.testing.assert_close(mixer.proj((maps[1].flatten(0, 1) @ v).transpose(1, 2).flatten(2)), out)
+    found = maps.group_maps(model, x)
+    assert found.shape == (2, 3, 4, 4, 13, 13)
+    m, z = maps.watched(model, x, starformer.GroupAttention, lambda m, z: (m, z))["layer 2"]
+    v = m.qkv(z).chunk(3, -1)[2].unflatten(-1, (m.n_head, -1)).transpose(1, 2)
+    torch.testing.assert_close(m.proj((found[1].flatten(0, 1) @ v).transpose(1, 2).flatten(2)), m(z))
 
 
 def test_kernel_maps_are_what_the_convolution_applies():
     """The mean over kernels stands at (token, token that it weighs)."""
     model = spread(lsdt.Model(lsdt.Config(context_len=3, d=16, n_layer=1, conv_ratio=1.0, kernel=4)))
     x = doubled(batch(model.cfg))
-    (m,), conv = lab.kernel_maps(model, x).values(), model.blocks[0].mixer.short
-    torch.testing.assert_close(m.sum(-1), torch.ones_like(m[..., 0]))
-    inputs = []
-    with lab.watch(model, lsdt.DynamicConv, lambda name, module, x: inputs.append(x)):
-        lab.forward(model, x)
-    k = conv.kernels(torch.nn.functional.glu(conv.expand(inputs[0]), -1))
+    found = maps.kernel_maps(model, x)["layer 1"]
+    torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+    m, z = maps.watched(model, x, lsdt.DynamicConv, lambda m, z: (m, z))["layer 1"]
+    k = m.kernels(torch.nn.functional.glu(m.expand(z), -1))
     for t in range(9):
         for s in range(9):
             want = k[:, t, t - s].mean(-1) if 0 <= t - s < 4 else torch.zeros(3, dtype=torch.float64)
-            torch.testing.assert_close(m[:, t, s], want)
+            torch.testing.assert_close(found[:, t, s], want)
 
 
 def test_gates_sum_to_one_and_filters_are_the_weights():
     model = lsdt.Model(lsdt.Config(context_len=2, d=16, n_layer=2))
-    gates = lab.gates(model, batch(model.cfg))
+    gates = maps.gates(model, batch(model.cfg))
     assert {key: x.shape for key, x in gates.items()} == {"layer 1": (3, 6, 16), "layer 2": (3, 6, 16)}
     for x in gates.values():
         torch.testing.assert_close(x.sum(-1), torch.ones(3, 6))
     model = dc.Model(dc.Config(context_len=2, d=16, n_layer=2, hybrid=True, window=3))
-    assert {key: x.shape for key, x in lab.filters(model).items()} == {"layer 1": (3, 3, 16)}
-    assert list(lab.attention_maps(model, batch(model.cfg))) == ["layer 2"]
+    assert {key: x.shape for key, x in maps.filters(model).items()} == {"layer 1": (3, 3, 16)}
+    assert list(maps.attention_maps(model, batch(model.cfg))) == ["layer 2"]
+    assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 def test_mixer_maps_stand_in_their_tokens_places():
     cfg = dm.Config(context_len=3, d=16, n_layer=2, n_head=1, selection="fixed", aux=False)
     model = spread(dm.Model(cfg))
     x = doubled(batch(cfg))
-    kept, maps = model.selected(x)[0], lab.attention_maps(model, x)
-    torch.testing.assert_close(maps["layer 1"].sum(-1), torch.ones(3, 1, 9, dtype=torch.float64))
+    found, kept = maps.attention_maps(model, x), model.selected(x)[0]
+    torch.testing.assert_close(found["layer 1"].sum(-1), torch.ones(3, 1, 9, dtype=torch.float64))
     # a selected token's row sums to 1, another's is empty, and nobody looks at an unselected one
-    torch.testing.assert_close(maps["layer 2"].sum(-1)[:, 0], kept.double())
-    assert (maps["layer 2"].sum(-2)[:, 0][~kept] == 0).all()
+    torch.testing.assert_close(found["layer 2"].sum(-1)[:, 0], kept.double())
+    assert (found["layer 2"].sum(-2)[:, 0][~kept] == 0).all()
     short = torch.tensor([[[[1.0, 0.0], [0.3, 0.7]]]])
-    back = lab.put_back(short, torch.tensor([[False, True, False, True]]))[0, 0]
-    torch.testing.assert_close(
-        back, torch.tensor([[0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 0, 0], [0, 0.3, 0, 0.7]]))
+    back = maps.put_back(short, torch.tensor([[False, True, False, True]]))[0, 0]
+    want = [[0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 0, 0], [0, 0.3, 0, 0.7]]
+    torch.testing.assert_close(back, torch.tensor(want))
 
 
 # ------------------------------------------------------------------- quirks of released code
@@ -382,30 +376,35 @@ def test_a_switch_without_effect_is_refused(smoke):
         lab.run("maze2d-umaze", model="lsdt", conv_ratio=1.0, fusion="concat")
 
 
-def test_every_variant_at_scale_paper_is_a_model(monkeypatch):
-    """What the notebooks ask for at scale paper can be built; nothing is trained, timed or loaded."""
-    monkeypatch.setenv("SCALE", "paper")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")      # means of nothing
+@pytest.mark.parametrize("scale", ["local", "paper"])
+def test_every_variant_is_a_model(scale, monkeypatch):
+    """What the notebooks ask for can be built; nothing is trained, timed or loaded."""
+    monkeypatch.setenv("SCALE", scale)
     for name in ("scale", "rows", "name"):
         monkeypatch.setattr(lab.here, name, getattr(lab.here, name))
-    for name in ("show", "table", "alignment", "bench", "load"):
+    for name in ("show", "table", "alignment", "bench", "load", "picture", "lines", "heat_maps"):
         monkeypatch.setattr(lab, name, lambda *args, **given: None)
-    asked, failed = set(), []
+    asked, failed, built = set(), [], set()
 
     def build(env, label, given):
         try:
             fitted = settings.fitted(settings.resolve(given), envs.ENVS[env])
-            with torch.device("meta"):
-                settings.model_of(fitted)
+            if (key := f"{fitted.train.model} {fitted.model}") not in built:
+                built.add(key)
+                with torch.device("meta"):
+                    settings.model_of(fitted)
         except UserError as error:
             failed.append((env, label, str(error)))
 
     def sweep(id, variants, names, trained=False, seeds=None, **common):
+        asked.add(id)
         for env in [names] if isinstance(names, str) else names:
             for label, given in variants.items():
                 given = common | (given(env) if callable(given) else given)
-                given.pop("quirk", None)
+                if given.pop("quirk", "label leak") not in released.QUIRKS:
+                    failed.append((env, label, "no such quirk"))
                 build(env, f"{id}: {label}", lab.values_of(env, 0, trained, given))
-                asked.add(id)
         return []
 
     def counters(env, **given):
@@ -421,7 +420,7 @@ def test_every_variant_at_scale_paper_is_a_model(monkeypatch):
             with contextlib.suppress(Exception):        # there are no runs to show
                 exec(cell.source, names)
         assert asked == sections, name
-    assert not failed
+    assert not failed and len(built) > 50
 
 
 def test_results_and_tables(smoke, monkeypatch):
