@@ -509,6 +509,9 @@ def begin(settings, trajectories=None):
     cfg, t = settings.train, trajectories
     env = envs.ENVS.get(cfg.env)
     config.pick_device(cfg.device)
+    atari_only = UserError("--sticky is for Atari games")
+    if cfg.sticky and env and env.family != "atari":
+        raise atari_only
     if t is None:
         if cfg.env == "arrays":
             raise UserError("this run learnt from arrays of your own: train(trajectories, resume=its folder)")
@@ -518,7 +521,7 @@ def begin(settings, trajectories=None):
     if cfg.pct_traj < 1:
         t = t.top(cfg.pct_traj)
     if cfg.sticky and envs.sticky(t.env_spec, cfg.sticky) is None:
-        raise UserError("--sticky is for Atari games")
+        raise atari_only
     settings = config.completed(settings, t, t.source)
     config.check_model(settings)
     notes, plan, headline, run_envs = ["no evaluation"], [], None, []

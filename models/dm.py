@@ -13,7 +13,8 @@ which has learned to tell from one token whether training would.
 
     python dm.py        learns one random batch by heart and prints the loss
 
-B batch, K context steps, L tokens (3K), C tokens of a shortened row, d width, S state size, A action size.
+B batch, K context steps, L tokens (3K, the paper's S), d width, S state size, A action size.
+NOTE(paper), NOTE(code): where this differs from the paper or the released code, or where they are silent.
 """
 
 import math
@@ -68,10 +69,10 @@ class MixerLayer(nn.Module):
         x'[i] = w[i] Z[i]   if w[i] is among the k largest,   else   x[i]
 
     with w[i] = R(x[i]), k = H(x), and Z what a standard layer (Eq. 3) makes of the k tokens.
-    NOTE(paper): Z[i] contains x[i], so a small w erases the past of a token that is picked.
+    NOTE(paper): Z[i] contains x[i] by its residual, so w scales all that earlier layers wrote there, too.
     """
 
-    static_shapes = False   # True, for a CUDA graph: rows are not shortened, which changes no result
+    static_shapes = False   # train.py sets True for a CUDA graph: rows keep their length, results are equal
 
     def __init__(self, cfg, length):
         super().__init__()
@@ -86,15 +87,18 @@ class MixerLayer(nn.Module):
             self.aux = nn.Sequential(nn.Linear(d, d // 2), nn.SiLU(), nn.Linear(d // 2, 2))
 
     def forward(self, x, mask, acting, wanted=None):
-        """x (B, L, d), mask (B, L) False where padded -> (x', Choice). wanted: see StandardLayer."""
+        """x (B, L, d), mask (B, L) False where padded -> (x', Choice).
+
+        wanted: in the last layer, the slice of tokens whose output is used; None: all.
+        """
         L, d = x.shape[1:]
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would make many weights equal
             w = self.router(x)  # (B, L, 1)
             choice = self.choose(x, w.detach()[..., 0], mask, acting)
         gate = choice.gate[..., None]
 
-        # Rows of C tokens: those kept (2) in their order, then others needed (1), then any (0). Attention is
-        # causal, so those kept see each other alone.
+        # Rows of C tokens, all that are kept among them: first those kept (2) in their order, then others
+        # needed (1), then any (0). Attention is causal, so those kept see each other alone.
         C = L if self.static_shapes else max(1, int(choice.needed.sum(1).max()))
         order = (choice.kept.int() + choice.needed).argsort(dim=1, descending=True, stable=True)
         index = order[:, :C, None].expand(-1, -1, d)
@@ -116,31 +120,32 @@ class MixerLayer(nn.Module):
             kept = (self.aux(x).argmax(-1) == 1) & mask
             return Choice(kept, kept.to(w.dtype), kept)
 
-        # NOTE(paper): silent on acting without predictor. Here a token is then judged among those up to it.
+        # In a window's view, what is kept at s_t depends on a_t and later steps, which acting does not have.
+        # NOTE(paper): without a predictor, acting judges a token among those up to it.
         view = "prefix" if acting and cfg.strategy == "window" else cfg.strategy
         n = in_view(mask.long(), view).clamp(min=1)  # real tokens in view, (B, 1) or (B, L)
         share = self.hyper(x * mask[..., None], n, view) if cfg.selection == "learned" else cfg.fixed_k
-        exact = share * n  # k before rounding
-        k = exact.round().clamp(min=0 if view == "token" else 1)
+        k_exact = share * n  # before rounding
+        k = k_exact.round().clamp(min=0 if view == "token" else 1)    # a token alone may pass by
         rank = ranks(w, mask, view)
-        kept = (rank < k) & mask  # NOTE(code): those above the k-th weight, so k - 1, padding among them
+        kept = (rank < k) & mask  # NOTE(code): weights above the k-th, so k - 1 tokens, maybe padding
         guess = None if self.aux is None else self.aux(x.detach()).transpose(1, 2)  # for Eq. 5
-        # NOTE(code): k is cut to an integer, so no gradient reaches H, and it stays a random function
+        # NOTE(code): k is cut to an integer, no gradient reaches H, and it stays as it began
         if acting or cfg.selection == "fixed" or cfg.k_gradient == "none":
             return Choice(kept, kept.to(w.dtype), kept, guess=guess)
 
-        # Rounding has no gradient, so H learns straight-through: the gate is 0 or 1, but its gradient that of
-        # a ramp from 1 down to 0 over the four ranks around k. A larger k would lift the gates of these four,
-        # and H feels what that is worth. For the two not kept it is an estimate: their Z has seen the kept
-        # tokens behind them too, and no token has seen theirs.
-        inside = exact - rank - 0.5  # by how many ranks a token is kept; negative: passes by
-        ramp = F.hardtanh(inside, -2, 2) / 4
-        return Choice(kept, kept + (ramp - ramp.detach()), mask & (inside > -2), share, guess)
+        # Rounding has no gradient, so H learns straight-through: the gate is 0 or 1, its gradient that of a
+        # ramp from 1 to 0 over the four ranks around k, so H learns what more or fewer tokens are worth. For
+        # the two not kept this is an estimate: last in the row, they also attend to kept tokens of later
+        # steps, and no token attends to them.
+        margin = k_exact - rank - 0.5  # by how many ranks a token is kept; negative: it passes by
+        ramp = F.hardtanh(margin, -2, 2) / 4 + 0.5
+        return Choice(kept, kept + (ramp - ramp.detach()), mask & (margin > -2), share, guess)
 
 
 class Choice(NamedTuple):
     """What a mixer layer decides about the tokens of each row."""
-    kept: torch.Tensor                  # (B, L) bool: the k tokens
+    kept: torch.Tensor                  # (B, L) bool: those picked
     gate: torch.Tensor                  # (B, L): 1 where kept, else 0; its gradient teaches H
     needed: torch.Tensor                # (B, L) bool: kept, or on the ramp, whose gradient needs their Z
     share: torch.Tensor | None = None   # (B, 1) or (B, L): H's output
@@ -158,15 +163,15 @@ def in_view(y, view):
 
 
 def ranks(w, mask, view):
-    """(B, L): each token's place by weight among those in view, 0 for the largest; of equals, the earlier.
+    """(B, L): each token's place by weight among those in view, 0 for the largest; ties: the earlier first.
 
-    NOTE(paper): Table 6 limits what H reads. Ranks are limited likewise, as acting could not know others.
+    NOTE(paper): Table 6 limits what H reads; here it limits the ranks too, since acting knows no others.
     """
     if view == "window":
         order = w.masked_fill(~mask, -math.inf).argsort(dim=1, descending=True, stable=True)
         return order.argsort(dim=1)
     if view == "prefix":
-        return (w[:, None] >= w[:, :, None]).tril(-1).sum(2)  # how many before it weigh as much
+        return (w[:, None] >= w[:, :, None]).tril(-1).sum(2)  # [b, i, j]: w[j] >= w[i], j < i
     return torch.zeros_like(w)
 
 
@@ -174,7 +179,7 @@ class Hypernetwork(nn.Module):
     """H of Section 3.2: the share of the real tokens in view to keep, which is k over their number.
 
     NOTE(paper): Table 8 gives it context_length * d inputs; released 3K * d (7.9 million parameters at K 20),
-    padding included. Here it reads the mean real token: a sixtieth of that.
+    padding included. Here it reads the mean real token. Table 8 shows no sigmoid and no share.
     """
 
     def __init__(self, d, length):
@@ -334,13 +339,13 @@ class DecisionMixer(nn.Module):
         nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
         for block in self.blocks:
             if isinstance(block, MixerLayer):
-                # NOTE(code): w starts around 0, which wipes out or flips what is picked; 1 keeps it
+                # NOTE(code): w starts around 0 there; around 1, a picked token begins as its Z
                 nn.init.constant_(block.router.bias, cfg.router_bias)
                 if cfg.selection == "learned":
                     nn.init.constant_(block.hyper.last.bias, math.log(cfg.k_start / (1 - cfg.k_start)))
 
     def param_groups(self, weight_decay):
-        """The predictors learn apart from the model that they watch: at a tenth of its rate, not decayed.
+        """Two groups: the predictors learn at a tenth of the model's rate, without decay, as released.
 
         NOTE(code): there their gradients count in the norm that clips the model's.
         """
@@ -479,14 +484,14 @@ PRESETS = {
     "hammer": dict(rtg_scale=1000.0, targets=(12000.0, 6000.0, 3000.0)),
     "door": dict(rtg_scale=100.0, targets=(2000.0, 1000.0, 500.0)),
     "relocate": dict(rtg_scale=1000.0, targets=(3000.0, 1000.0)),
-    "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),  # though no episode returns more than 4
+    "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),
     "atari": FRAMES | dict(batch_size=128, lr=6e-4, steps=19_530, warmup=3, rtg_scale=1.0, sample=True),
     "dmc": FRAMES | dict(batch_size=64, steps=15_620, warmup=5),  # as StARformer's paper runs DT there
     "small": dict(  # ours, minutes on a laptop
         n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3700,
         lr=1.5e-3, warmup=100, schedule="cosine", rtg_scale=None,
-        # Table 6 (2), which acts as it trains. With (3), the paper's, a small DM reaches its goal but seldom
-        # follows its target. Why is open: the predictor errs, and a_t has a say in what training keeps
+        # Table 6 (2), in which acting picks as training does. With (3), the paper's, a small DM reaches its
+        # goal but seldom follows its target
         strategy="prefix", router="sigmoid", router_bias=2.0, residual=True, k_start=0.9,
     ),
     "small-frames": dict(  # ours, on top of "small"

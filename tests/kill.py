@@ -23,17 +23,21 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import matplotlib.figure  # noqa: E402, F401 (imported once, here)
+import matplotlib.backends.backend_agg  # noqa: E402, F401 (what loads late loads here, once for all forks)
+import matplotlib.figure  # noqa: E402, F401
 import numpy as np  # noqa: E402
+import scipy.stats  # noqa: E402, F401
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401
 
 import train as T  # noqa: E402
 from data import Trajectories  # noqa: E402
+from envs import make  # noqa: E402
 from settings import MODELS  # noqa: E402
 
-# every third update is logged and every sixteenth saved, so that a checkpoint holds half a row of the log
-GIVEN = dict(steps=330, batch_size=4, d=8, n_layer=1, n_head=1, context_len=3, dropout=0.1, size="small",
-             device="cpu", eval_episodes=2, eval_every=120, targets=(20.0, 40.0))
+# every second update is logged and every eleventh saved, so that a checkpoint holds half a row of the log
+GIVEN = dict(steps=220, batch_size=4, d=8, n_layer=1, n_head=1, context_len=3, dropout=0.1, size="small",
+             device="cpu", eval_episodes=2, eval_every=80, targets=(20.0, 40.0))
 PLACES = ["update", "play", "half", "rename"]
 
 
@@ -174,6 +178,7 @@ def main():
     torch.set_num_threads(1)        # a fork inherits no threads to wait for
     for name in MODELS:
         importlib.import_module(f"models.{name}")
+    make(cart().env_spec).close()
     g, alone, folder = random.Random(args.seed), {}, Path(tempfile.mkdtemp(prefix="kill-"))
     for i in range(args.rounds):
         model = args.model or MODELS[i % len(MODELS)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import eval as E
-from envs import make, observe
+from envs import CLIP, make, observe
 from errors import UserError
 from eval import alignment, batched, check_environment, evaluate, film, interval, normalised, rollout, table
 
@@ -91,6 +91,14 @@ def test_the_model_sees_normalised_states_and_the_target_less_the_rewards_so_far
     assert torch.allclose(rewards[0, 0], torch.tensor([4 / 2.0]))
     assert torch.allclose(actions[0, 0], torch.tensor([0.25]))
     assert actions[0, 1] == 0 and rewards[0, 1] == 0, "the present action and reward are not known yet"
+
+
+def test_normalised_states_are_cut_as_those_of_the_training_windows_are():
+    """A number that hardly varied in the data may be thousands of spreads away at play."""
+    model = Recorder()
+    play(model, meta=META | dict(state_std=torch.tensor([1e-4, 1e6])))
+    assert model.seen[4][0][0].tolist() == [[CLIP, 2e-6], [CLIP, 2e-6]]
+    assert model.seen[0][0][0, 0, 0] == -CLIP, "the first state, 0, lies below the mean, 1"
 
 
 def test_the_window_grows_to_the_context_length_and_stays_there():
@@ -473,8 +481,9 @@ def test_seeds_are_summed_up_by_mean_and_students_interval():
     assert interval([]) == interval([1.0, None]) == interval([math.nan, 1.0]) == "-"
 
 
+@pytest.mark.filterwarnings("error")
 def test_seeds_of_equal_returns_print_no_nan():
-    """No rank correlation exists between targets and returns that never vary."""
+    """No rank correlation exists between targets and returns that never vary; scipy would warn."""
     for each in ((7.0, 7.0), (7.0, 8.0)):
         text = E.seeds_table([[row_of(x), row_of(x, target=2.0)] for x in each])
         assert "nan" not in text and "rank correlation -," in text
