@@ -66,7 +66,7 @@ RANGES = {
     "[1, inf)": "transitions steps window kernel",
     "[0, 1]": "lr_floor conv_ratio",
     "(0, 1]": "pct_traj",
-    "[0, 1)": "betas sticky dropout attn_dropout conv_dropout dropkey",
+    "[0, 1)": "betas sticky dropout attn_dropout conv_dropout",
     "(0, 10]": "lr",
     "[0, 1048576)": "seed",
     "[1, 1000000]": "batch_size",

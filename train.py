@@ -285,7 +285,8 @@ class Run:
         if self.meta["plan"] and every and self.done % every == 0 and not last:
             start = list(self.meta["starts"])[-1]
             self.keep_best(self.play([(s, x, min(n, 10)) for s, x, n in self.meta["plan"] if s == start]))
-        if self.done % (max(1, steps // 20) // hundredth * hundredth) == 0 or last:    # after a look at the loss
+        every = max(1, steps // 20) // hundredth * hundredth        # the loss has just been looked at
+        if self.done % every == 0 or last:
             self.save()
 
     def play(self, plan, model=None, **facts):

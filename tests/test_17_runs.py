@@ -481,6 +481,12 @@ def test_a_keyword_of_the_wrong_type_is_refused_by_name(given, words, tmp_path):
     assert words in str(e.value) and not list(tmp_path.iterdir())
 
 
+def test_sticky_actions_are_for_atari_games_in_own_arrays_too(tmp_path):
+    with pytest.raises(UserError, match="--sticky is for Atari games"):
+        T.train(cart(), **SMALL | dict(out=str(tmp_path / "runs"), sticky=0.2))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("given", [
     dict(steps="20"), dict(steps=20.0), dict(lr="1e-3"), dict(graph=1), dict(targets=5.0),
     dict(batch_size=np.int32(8)), dict(graph=np.bool_(True))])
