@@ -1,4 +1,4 @@
-"""One thread for every test and what it starts: the models are tiny, and idle threads that spin cost minutes."""
+"""One thread for every test and what it starts: models are tiny, and idle threads that spin cost minutes."""
 import os
 
 os.environ.update(OMP_NUM_THREADS="1", MPLBACKEND="Agg")

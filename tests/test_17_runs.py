@@ -387,7 +387,7 @@ SLIPS = [
     ("data collect hopper-medium --steps 0", "--steps must be at least 1"),
     ("data download hopper-medium --data nonexistent", "there is no folder")]
 
-# CASES: each field has its range, which the command line says before it loads any data
+# each field has its range, and a value beyond it is refused before any data are loaded
 BEYOND = """
 --timestep_std -1 | --dropout 2 | --dropout 1 | --dropout -0.1 | --context_len 100000000
 --batch_size 1000000000
