@@ -515,7 +515,7 @@ def begin(settings, trajectories=None):
         raise atari_only
     if t is None:
         if cfg.env == "arrays":
-            raise UserError("this run learnt from arrays of your own: train(trajectories, resume=its folder)")
+            raise UserError("arrays of your own: train(trajectories) or train(trajectories, resume=folder)")
         if env:
             config.check_model(config.fitted(settings, env))        # before the data load
         t = data.load(cfg.env, cfg.source, cfg.data, settings.model.goal != "none", cfg.transitions)
