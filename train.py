@@ -185,12 +185,12 @@ SAVED = ("done", "best", "loss", "sums", "count", "rows", "fingerprint")
 class Run:
     """A model, its data, optimiser and log. Its state is what a checkpoint holds.
 
-    settings are complete (settings.completed); plan and headline come from choose_targets. rows are those of
+    settings are complete (settings.completed), meta is that of acting_facts. rows are those of
     log.csv, one for each logged update and each (update, target) of an evaluation. They hold no clock:
     a resumed run writes the very file of an uninterrupted one.
     """
 
-    def __init__(self, settings, trajectories, plan=(), headline=None):
+    def __init__(self, settings, trajectories, meta):
         t, cfg, sizes = trajectories, settings.train, settings.model
         self.settings, self.cfg, self.folder = settings, cfg, None
         self.device = config.pick_device(cfg.device)
@@ -199,8 +199,7 @@ class Run:
                                     sizes.max_ep_len, sizes.goal != "none")
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)     # draws batches alone
         self.optimizer = make_optimizer(self.model, cfg, self.device)
-        self.meta = acting_facts(settings, t) | dict(
-            state_mean=self.windows.mean, state_std=self.windows.std, plan=list(plan), headline=headline)
+        self.meta = meta | dict(state_mean=self.windows.mean, state_std=self.windows.std)
         arrays = (t.rewards, t.actions) if t.stack else (t.rewards, t.actions, t.states)
         self.fingerprint = [t.dataset, t.source, len(t), *(zlib.crc32(x.numpy()) for x in arrays)]
         self.done, self.best, self.rows, self.envs, self.step = 0, None, [], [], None
@@ -353,7 +352,7 @@ def acting_facts(settings, t):
         # D4RL's score of AntMaze is the success rate; here its episodes go on after success
         ref=env.ref if env and env.family != "antmaze" else None,
         starts=env.starts if env else {"random": None},
-        sample=cfg.sample, seed=cfg.seed, step=0, versions=versions)
+        sample=cfg.sample, seed=cfg.seed, step=0, versions=versions, plan=[], headline=None)
 
 
 def choose_targets(settings, t, env):
@@ -525,11 +524,11 @@ def begin(settings, trajectories=None):
         raise atari_only
     settings = config.completed(settings, t, t.source)
     config.check_model(settings)
-    notes, plan, headline, run_envs = ["no evaluation"], [], None, []
+    meta, notes, run_envs = acting_facts(settings, t), ["no evaluation"], []
     if cfg.eval_episodes and t.env_spec is not None:
-        run_envs = [envs.make(envs.sticky(t.env_spec, cfg.sticky) or t.env_spec)]
-        check_environment(run_envs[0], acting_facts(settings, t))
-        settings, plan, headline, why = choose_targets(settings, t, run_envs[0])
+        run_envs = [envs.make(meta["env_spec"])]
+        check_environment(run_envs[0], meta)
+        settings, meta["plan"], meta["headline"], why = choose_targets(settings, t, run_envs[0])
         notes = [why, envs.describe(run_envs[0])]
     if t.source == "d4rl" and env and env.note:
         notes.append(f"note: {env.note}")
@@ -539,7 +538,7 @@ def begin(settings, trajectories=None):
                      "later steps share the last one")
     if rows > 30_000:
         notes.append(f"note: the timestep table has {rows:,} rows; --max_ep_len N lets later steps share one")
-    run = Run(settings, t, plan, headline)
+    run = Run(settings, t, meta)
     run.envs = run_envs
     return run, "\n".join(filter(None, [title(run.meta), t.summary(), *notes]))
 
