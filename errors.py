@@ -1,7 +1,6 @@
 """What every command does with a mistake: one message, exit code 2."""
 import argparse
 import difflib
-import errno
 import os
 import re
 import sys
@@ -38,23 +37,16 @@ def quiet_interrupt(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = quiet_interrupt        # for Ctrl-C while the libraries load, before run_command() begins
+sys.excepthook = quiet_interrupt        # Ctrl-C, also while the libraries load
 
 
 def run_command(main):
-    """Run main(). A UserError ends with exit code 2, Ctrl-C with 130."""
+    """Run main(). A UserError, or a file that cannot be read or written, ends with exit code 2."""
     try:
         main()
-    except (UserError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:     # the reader went away: python data.py list | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # what is still to be printed may not fit either
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError):      # a full disk, or nobody reads: python data.py list | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # and so what is still to be printed fails too
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -17,6 +17,8 @@ import itertools
 import json
 import math
 import os
+import platform
+import re
 import shutil
 import signal
 import sys
@@ -37,7 +39,7 @@ import data
 import envs
 import settings as config
 from errors import Parser, UserError, run_command, short
-from eval import check_environment, evaluate, load_run, plot_curve, plot_targets, seeds_table, table, title
+from eval import check_environment, evaluate, load_run, plot_curve, plot_targets, table, title
 
 PACKAGES = "torch numpy gymnasium gymnasium-robotics mujoco ale-py dm-control minari".split()
 
@@ -100,14 +102,14 @@ def make_step(model, windows, optimizer, cfg, generator):
         return log
     if not (cuda and cfg.graph):
         return step
+    return captured(step, model, generator).__next__
+
+
+def captured(step, model, generator):
+    """The logs of step: of three ordinary calls, which allocate what a graph cannot; then of a CUDA graph."""
     for module in model.modules():
         if hasattr(module, "static_shapes"):        # DM: as many tokens in every update
             module.static_shapes = True
-    return captured(step, generator).__next__
-
-
-def captured(step, generator):
-    """The logs of step: of three ordinary calls, which allocate what a graph cannot; then of a CUDA graph."""
     warnings.filterwarnings("ignore", message=".*capturable=True.*")     # of these three calls
     side = torch.cuda.Stream()
     for _ in range(3):
@@ -119,7 +121,7 @@ def captured(step, generator):
     try:
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(generator)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):      # cuBLAS keeps its work space by stream
             log = step()
     except Exception as error:      # a failed capture leaves streams and generators unusable
         raise UserError(f"the update fits no CUDA graph ({short(error)}); add --graph false") from error
@@ -132,6 +134,10 @@ def captured(step, generator):
 
 class Busy(UserError):
     """Another process writes to the run folder."""
+
+
+class Diverged(UserError):
+    """The loss is no number any more."""
 
 
 def new_folder(cfg):
@@ -179,13 +185,13 @@ def write_atomically(path, write):
 
 # ------------------------------------------------------------------- a run
 
-SAVED = ("done", "best", "loss", "sums", "count", "rows", "fingerprint")
+SAVED = ("done", "best", "loss", "sums", "count", "rows", "seconds", "fingerprint")
 
 
 class Run:
     """A model, its data, optimiser and log. Its state is what a checkpoint holds.
 
-    settings are complete (settings.completed), meta is that of acting_facts. rows are those of
+    settings are complete (settings.fitted), meta is that of acting_facts. rows are those of
     log.csv, one for each logged update and each (update, target) of an evaluation. They hold no clock:
     a resumed run writes the very file of an uninterrupted one.
     """
@@ -194,15 +200,16 @@ class Run:
         t, cfg, sizes = trajectories, settings.train, settings.model
         self.settings, self.cfg, self.folder = settings, cfg, None
         self.device = config.pick_device(cfg.device)
-        self.model = config.model_of(settings).to(self.device)
+        self.model = config.model_of(settings).to(self.device).train()
         self.windows = data.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
                                     sizes.max_ep_len, sizes.goal != "none")
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)     # draws batches alone
         self.optimizer = make_optimizer(self.model, cfg, self.device)
+        self.step = make_step(self.model, self.windows, self.optimizer, cfg, self.generator)
         self.meta = meta | dict(state_mean=self.windows.mean, state_std=self.windows.std)
         arrays = (t.rewards, t.actions) if t.stack else (t.rewards, t.actions, t.states)
         self.fingerprint = [t.dataset, t.source, len(t), *(zlib.crc32(x.numpy()) for x in arrays)]
-        self.done, self.best, self.rows, self.envs, self.step = 0, None, [], [], None
+        self.done, self.best, self.rows, self.envs, self.seconds = 0, None, [], [], 0.0
         self.loss, self.sums, self.count = math.nan, {}, 0      # the last logged loss, and sums since
 
     def load(self, state):
@@ -255,46 +262,45 @@ class Run:
         write_atomically(self.folder / "log.csv", write)
 
     def update(self):
-        """One update of the weights."""
-        if self.step is None:
-            self.model.train()
-            self.step = make_step(self.model, self.windows, self.optimizer, self.cfg, self.generator)
+        """One update of the weights, and every hundredth of all updates a row of the log.
+
+        Raises Diverged where the loss is no number any more.
+        """
         set_learning_rate(self.optimizer, learning_rate(self.cfg, self.done))
         for key, x in self.step().items():
             self.sums[key] = self.sums[key] + x if key in self.sums else x.clone()
         self.done += 1
         self.count += 1
-
-    def tick(self):
-        """One update, and what is due after it: a row of the log, an evaluation, a checkpoint.
-
-        Raises UserError where the loss is no number any more.
-        """
-        self.update()
-        steps, last = self.cfg.steps, self.done == self.cfg.steps
-        hundredth = max(1, steps // 100)
-        if self.done % hundredth == 0 or last:
+        if self.done % max(1, self.cfg.steps // 100) == 0 or self.done == self.cfg.steps:
             mean = {key: float(x) / self.count for key, x in self.sums.items()}
             self.loss, self.sums, self.count = mean["loss"], {}, 0
             if not math.isfinite(self.loss):
-                raise UserError(f"the loss is {self.loss} at update {self.done}: training has diverged; "
-                                "a smaller --lr may help")
+                raise Diverged(f"the loss is {self.loss} at update {self.done}: training has diverged; "
+                               "a smaller --lr may help")
             self.log(lr=learning_rate(self.cfg, self.done - 1), **mean)
-        every = max(1, steps // 4) if self.cfg.eval_every is None else self.cfg.eval_every
-        if self.meta["plan"] and every and self.done % every == 0 and not last:
-            start = list(self.meta["starts"])[-1]
-            self.keep_best(self.play([(s, x, min(n, 10)) for s, x, n in self.meta["plan"] if s == start]))
-        every = max(1, steps // 20) // hundredth * hundredth        # the loss has just been looked at
-        if self.done % every == 0 or last:
-            self.save()
 
-    def play(self, plan, model=None, **facts):
-        """Rows of an evaluation, which also go into the log."""
-        rows = evaluate(model or self.model, self.meta, plan, self.cfg.seed, self.envs, self.cfg.sample)
+    def due(self):
+        """(the plan of an evaluation that is due after this update, or []; whether a checkpoint is)."""
+        cfg, plan = self.cfg, []
+        every = max(1, cfg.steps // 4) if cfg.eval_every is None else cfg.eval_every
+        if every and self.done % every == 0 and self.done < cfg.steps:
+            start = list(self.meta["starts"])[-1]
+            plan = [(s, x, min(n, 10)) for s, x, n in self.meta["plan"] if s == start]
+        hundredth = max(1, cfg.steps // 100)        # a checkpoint's loss has just been looked at
+        every = max(1, cfg.steps // 20) // hundredth * hundredth
+        return plan, self.done % every == 0 or self.done == cfg.steps
+
+    def play(self, plan, model=None):
+        """Rows of an evaluation."""
+        return evaluate(model or self.model, self.meta, plan, self.cfg.seed, self.envs, self.cfg.sample)
+
+    def record(self, rows, checkpoint="last", **facts):
+        """Put the rows of an evaluation into the log, too."""
         for row in rows:
             kept = {key: x for key, x in row.items() if key not in ("returns", "achieved")}
-            self.log(**dict(checkpoint="last") | kept | facts)
-        return rows
+            self.log(**dict(checkpoint=checkpoint) | kept | facts)
+        if checkpoint == "last":
+            self.keep_best(rows)
 
     def keep_best(self, rows):
         """Write best.pt if these rows are the best so far: by success where there is one, then by return.
@@ -308,28 +314,6 @@ class Run:
         if self.best is None or value > self.best or self.done == self.cfg.steps and value == self.best:
             self.best = value
             self.save("best")
-
-    def finish(self):
-        """(rows of the last evaluation, of the best checkpoint's, text). Pictures go into the folder."""
-        rows, best_rows, text = [], [], ""
-        if plan := self.meta["plan"]:
-            headline = self.meta["headline"]
-            rows = self.play(plan)
-            self.keep_best(rows)
-            text = f"\nlast checkpoint (update {self.done:,})\n{table(rows, headline)}"
-            model, meta = load_run(self.folder, "best", self.device)
-            step = meta["step"]
-            if step < self.done:
-                plan = [p for p in plan if p[1] == headline][:1]
-                best_rows = self.play(plan, model, checkpoint="best", step=step)
-                text += f"\nbest checkpoint (update {step:,}, chosen on the way)\n"
-                text += table(best_rows, headline)
-            else:
-                text += "\nthe best checkpoint is the last"
-            plot_targets(rows, self.folder / "targets.png", title(self.meta))
-        self.write_log()
-        plot_curve(self.rows, self.folder / "curve.png")
-        return rows, best_rows, text
 
 
 def acting_facts(settings, t):
@@ -427,14 +411,9 @@ def read_checkpoint(folder, given):
     return settings.replace("command line", **given), state
 
 
-def train(trajectories=None, resume=None, **given):
-    """Train, evaluate, and write a run folder. given: fields of TrainConfig and of the model's Config.
-
-    trajectories: data of your own in place of a data set. resume: the folder of a run to go on with.
-    Returns {"run" (its folder), "rows", "best_rows" (see eval.evaluate), "meta", "seconds"}.
-    Raises UserError for what the user can put right. Ctrl-C leaves a checkpoint and raises SystemExit(130).
-    """
-    began = time.time()
+@contextlib.contextmanager
+def started(trajectories=None, resume=None, **given):
+    """A Run, begun or resumed, whose folder no other process writes to; see train()."""
     with contextlib.ExitStack() as stack:
         if resume:
             folder = Path(resume).expanduser()
@@ -445,28 +424,32 @@ def train(trajectories=None, resume=None, **given):
         else:
             settings = config.resolve(given if trajectories is None else {"env": "arrays"} | given)
         run, text = begin(settings, trajectories)
-        cfg = run.cfg
-        run.folder = folder if resume else new_folder(cfg)      # not before all of the above has worked
+        run.folder = folder if resume else new_folder(run.cfg)      # not before all of the above has worked
         if resume:
             run.load(state)
             text += f"\nresuming after update {run.done:,}"
         else:
             stack.callback(remove_if_unsaved, run.folder)
             stack.enter_context(hold(run.folder))
-        seconds, where = advance(run, text)
-        if run.done < cfg.steps:
+        print(f"{text}\nrun folder {run.folder}", flush=True)
+        yield run
+
+
+def train(trajectories=None, resume=None, **given):
+    """Train, evaluate, and write a run folder. given: fields of TrainConfig and of the model's Config.
+
+    trajectories: data of your own in place of a data set. resume: the folder of a run to go on with.
+    Returns what result.json holds, with {"run" (the folder), "meta"}. "rows" and "best_rows": see
+    eval.evaluate; "asked": the headline target; "seconds": of training and evaluation, of all parts of a run.
+    Raises UserError for what the user can put right. Ctrl-C leaves a checkpoint and raises SystemExit(130).
+    """
+    with started(trajectories, resume, **given) as run:
+        advance(run)
+        if run.done < run.cfg.steps:
             run.save()
             print(f"stopped after update {run.done:,}; python train.py --resume {run.folder} goes on")
             sys.exit(130)
-        text = f"{title(run.meta)}, seed {cfg.seed}\ntrained in {seconds:.0f} s on {where}"
-        rows, best_rows, tables = run.finish()
-        files = "last.pt, log.csv, curve.png"
-        if rows:
-            files += ", best.pt, targets.png, table.txt"
-            (run.folder / "table.txt").write_text(f"{text}{tables}\n", encoding="utf-8")
-        seconds = time.time() - began
-        print(f"\n{text}{tables}\n{seconds:.0f} s in all; {run.folder} holds {files}", flush=True)
-    return dict(run=run.folder, rows=rows, best_rows=best_rows, meta=run.meta, seconds=seconds)
+        return finish(run)
 
 
 def remove_if_unsaved(folder):
@@ -474,25 +457,32 @@ def remove_if_unsaved(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def advance(run, text):
-    """Train to the end, or until a signal; returns (seconds, on what). text: what to print before."""
-    cfg = run.cfg
-    where = f"{run.device}, {torch.get_num_threads()} threads"
-    if run.device.type == "cuda":
-        where = f"{run.device} ({torch.cuda.get_device_name()})"
-    windows = f"{cfg.batch_size} windows of {run.settings.model.context_len} steps"
-    numbers = sum(p.numel() for p in run.model.parameters())
-    print(f"{text}\n{cfg.steps:,} updates of {windows}, {numbers:,} parameters, on {where}\n"
-          f"settings by where they come from\n{run.settings.describe()}\nrun folder {run.folder}",
-          flush=True)
-    started, first, quiet = time.perf_counter(), run.done, not sys.stderr.isatty()
+def machine(device):
+    """What computes, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    file = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else []
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def advance(run):
+    """Train to the end, or until a signal."""
+    cfg, first, before, quiet = run.cfg, run.done, run.seconds, not sys.stderr.isatty()
+    started = time.perf_counter()
     bar = tqdm(total=cfg.steps, initial=first, unit="update", disable=quiet, dynamic_ncols=True)
     with bar, signals() as asked:
         while run.done < cfg.steps and not asked:
             try:
-                run.tick()
+                run.update()
             except torch.OutOfMemoryError as error:
                 raise UserError(f"{run.device} is out of memory; try a smaller --batch_size") from error
+            plan, checkpoint = run.due()
+            if plan:
+                run.record(run.play(plan))
+            run.seconds = before + time.perf_counter() - started
+            if checkpoint:
+                run.save()
             bar.update()
             loss = f"loss {run.loss:.4f}"
             bar.set_postfix_str(loss, refresh=False)
@@ -501,7 +491,39 @@ def advance(run, text):
                 print(f"about {(cfg.steps - run.done) / speed / 60:.1f} minutes to train", flush=True)
             if quiet and run.done % (10 * max(1, cfg.steps // 100)) == 0:
                 print(f"update {run.done:6,}  {loss}  {speed:.1f} updates/s", flush=True)
-    return time.perf_counter() - started, where
+
+
+def finish(run):
+    """Evaluate a trained run; write tables, pictures and result.json. Returns what train() returns."""
+    began, folder, headline = time.perf_counter(), run.folder, run.meta["headline"]
+    text = (f"{title(run.meta)}, seed {run.cfg.seed}\n"
+            f"trained in {run.seconds:.0f} s on {machine(run.device)}")
+    rows, best_rows, files = [], [], "last.pt, log.csv, curve.png, result.json"
+    if plan := run.meta["plan"]:
+        rows = run.play(plan)
+        run.record(rows)
+        text += f"\nlast checkpoint (update {run.done:,})\n{table(rows, headline)}"
+        model, meta = load_run(folder, "best", run.device)
+        step = meta["step"]
+        if step < run.done:
+            best_rows = run.play([p for p in plan if p[1] == headline][:1], model)
+            run.record(best_rows, "best", step=step)
+            text += f"\nbest checkpoint (update {step:,}, chosen on the way)\n{table(best_rows, headline)}"
+        else:
+            text += "\nthe best checkpoint is the last"
+        plot_targets(rows, folder / "targets.png", title(run.meta))
+        (folder / "table.txt").write_text(f"{text}\n", encoding="utf-8")
+        files += ", best.pt, targets.png, table.txt"
+    run.write_log()
+    plot_curve(run.rows, folder / "curve.png")
+    meta = run.meta | dict(step=run.done)
+    result = {key: meta[key] for key in ("model", "env", "dataset", "source", "seed", "versions")} | dict(
+        steps=run.done, asked=headline, seconds=round(run.seconds + time.perf_counter() - began, 1),
+        machine=machine(run.device), date=time.strftime("%Y-%m-%d"), rows=rows, best_rows=best_rows)
+    write_atomically(folder / "result.json",
+                     lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
+    print(f"\n{text}\n{result['seconds']:.0f} s in all; {folder} holds {files}", flush=True)
+    return result | dict(run=folder, meta=meta)
 
 
 def begin(settings, trajectories=None):
@@ -522,7 +544,7 @@ def begin(settings, trajectories=None):
         t = t.top(cfg.pct_traj)
     if cfg.sticky and envs.sticky(t.env_spec, cfg.sticky) is None:
         raise atari_only
-    settings = config.completed(settings, t, t.source)
+    settings = config.fitted(settings, t, t.source)
     config.check_model(settings)
     meta, notes, run_envs = acting_facts(settings, t), ["no evaluation"], []
     if cfg.eval_episodes and t.env_spec is not None:
@@ -540,85 +562,81 @@ def begin(settings, trajectories=None):
         notes.append(f"note: the timestep table has {rows:,} rows; --max_ep_len N lets later steps share one")
     run = Run(settings, t, meta)
     run.envs = run_envs
+    windows = f"{run.cfg.batch_size} windows of {run.settings.model.context_len} steps"
+    numbers = sum(p.numel() for p in run.model.parameters())
+    notes.append(f"{run.cfg.steps:,} updates of {windows}, {numbers:,} parameters, on {machine(run.device)}\n"
+                 f"settings by where they come from\n{run.settings.describe()}")
     return run, "\n".join(filter(None, [title(run.meta), t.summary(), *notes]))
 
 
 # ------------------------------------------------------------------- without training
 
-def counters(model, sizes):
-    """{"params": all, "mixer_params": those that mix tokens, "macs": multiply-accumulates of one window}."""
-    from torch.utils.flop_counter import FlopCounterMode
-    device, K = next(model.parameters()).device, sizes.context_len
-    frames = len(sizes.state_shape) == 3
-    batch = dict(
-        states=torch.zeros(1, K, *sizes.state_shape, dtype=torch.uint8 if frames else torch.float32),
-        actions=torch.zeros(1, K, dtype=torch.int64) if sizes.discrete else torch.zeros(1, K, sizes.act_dim),
-        rewards=torch.zeros(1, K, 1), rtg=torch.zeros(1, K, 1),
-        timesteps=torch.arange(K)[None], mask=torch.ones(1, K, dtype=torch.bool))
-    training = model.training
-    plain = nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH)      # the counter knows no fused attention
-    with torch.no_grad(), plain, FlopCounterMode(display=False) as flops:
-        model.train()(**{key: x.to(device) for key, x in batch.items()})
-    model.train(training)
-    params = {name: p.numel() for name, p in model.named_parameters()}
-    mixers = sum(n for name, n in params.items() if ".mixer." in name)
-    return dict(params=sum(params.values()), mixer_params=mixers, macs=flops.get_total_flops() // 2)
-
-
 def random_numbers(env):
-    """Trajectories of an environment's shapes that hold nothing to learn."""
+    """Trajectories of an environment's shapes that hold nothing to learn: 20 episodes."""
     g = np.random.default_rng(0)
     T = min(1000, env.max_ep_len)
-    N = T * (20 if env.stack else 200)
+    N = 20 * T
     states = g.standard_normal((N, env.state_dim), np.float32)
     if env.stack:
         states = g.integers(0, 256, (N, *env.state_shape[1:]), np.uint8)
     actions = g.integers(0, env.act_dim, N) if env.discrete else g.uniform(-1, 1, (N, env.act_dim))
     return data.Trajectories(
-        states, actions, g.standard_normal(N), [T] * (N // T), dataset="random numbers", max_ep_len=T,
+        states, actions, g.standard_normal(N), [T] * 20, dataset="random numbers", max_ep_len=T,
         stack=env.stack, goals=g.standard_normal((N, env.goal_dim)) if env.goal_dim else None,
         n_actions=env.act_dim if env.discrete else None)
 
 
+def on_random_numbers(given):
+    """A Run, without a folder, of these settings on random_numbers()."""
+    settings = config.resolve(given | dict(eval_episodes=0))
+    return begin(settings, random_numbers(envs.get_env(settings.train.env)))[0]
+
+
+def counters(run):
+    """{"params": all, "mixer_params": those that mix tokens, "macs": multiply-accumulates of one window}."""
+    from torch.utils.flop_counter import FlopCounterMode
+    batch = run.windows.gather(torch.zeros(1, dtype=torch.int64, device=run.device))
+    plain = nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH)      # the counter knows no fused attention
+    with torch.no_grad(), plain, FlopCounterMode(display=False) as flops:
+        run.model(**batch)
+    params = {name: p.numel() for name, p in run.model.named_parameters()}
+    mixers = sum(n for name, n in params.items() if ".mixer." in name)
+    return dict(params=sum(params.values()), mixer_params=mixers, macs=flops.get_total_flops() // 2)
+
+
 def bench(updates, given):
     """Time whole updates, sampling included, on random data of the environment's shapes; ends with JSON."""
-    settings = config.resolve(given | dict(eval_episodes=0))
-    run, _ = begin(settings, random_numbers(envs.get_env(settings.train.env)))
-    cfg, sizes = run.cfg, counters(run.model, run.settings.model)
-    cuda = run.device.type == "cuda"
-    times = []
+    run = on_random_numbers(given)
+    sizes, cuda, times = counters(run), run.device.type == "cuda", []
     for _ in range(20 + updates):
         start = time.perf_counter()
         run.update()
         if cuda:
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    ms = float(np.median(times[-updates:]))
-    device, peak = f"{run.device}, {torch.get_num_threads()} threads", None
+    ms, peak = float(np.median(times[-updates:])), None
     with contextlib.suppress(ImportError):      # Windows has no such module
         import resource
         unit = 2**20 if sys.platform == "darwin" else 2**10
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     if cuda:
-        device, peak = torch.cuda.get_device_name(), torch.cuda.max_memory_reserved() / 2**20
+        peak = torch.cuda.max_memory_reserved() / 2**20
     print(run.settings.describe())
     print(json.dumps(dict(
-        model=cfg.model, env=cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1), **sizes,
-        peak_mib=peak and round(peak), batch_size=cfg.batch_size, context_len=run.settings.model.context_len,
-        torch=torch.__version__, device=device)))
+        model=run.cfg.model, env=run.cfg.env, ms_per_step=round(ms, 3), steps_per_s=round(1e3 / ms, 1),
+        **sizes, peak_mib=peak and round(peak), batch_size=run.cfg.batch_size,
+        context_len=run.settings.model.context_len, torch=torch.__version__, device=machine(run.device))))
 
 
 def show(given):
     """Print every setting and where it came from, and the model's size where the environment is known."""
-    settings, sizes = config.resolve(given), {}
+    settings = config.resolve(given)
     if env := envs.ENVS.get(settings.train.env):
-        settings = config.completed(settings, env, settings.train.source)
-        config.check_model(settings)
-        sizes = counters(config.model_of(settings), settings.model)
+        settings = config.fitted(settings, env, settings.train.source)
     for key, x in settings.values().items():
         print(f"{key:16s} {str(x):28s} {settings.origin[key]}")
-    if sizes:
-        print(", ".join(f"{x:,} {key}" for key, x in sizes.items()))
+    if env:
+        print(", ".join(f"{x:,} {key}" for key, x in counters(on_random_numbers(given)).items()))
 
 
 def main():
@@ -637,15 +655,11 @@ def main():
             raise UserError("--bench needs a number of updates")
         bench(options["bench"], given)
     elif "seeds" in options:
-        seeds, name = options["seeds"], given.get("run")
-        if len(set(seeds)) < len(seeds) or "seed" in given:
-            raise UserError("--seeds names each seed once, and goes without --seed")
-        todo = [given | {"seed": s} | ({"run": f"{name}-s{s}"} if name else {}) for s in seeds]
-        for one in todo:
-            config.resolve(one)
-        runs = [train(**one) for one in todo]
-        if runs[0]["rows"]:
-            print("\n" + seeds_table([r["rows"] for r in runs]))
+        from sweep import sweep
+        seeds = options["seeds"]
+        if len(set(seeds)) < len(seeds) or given.keys() & {"seed", "run"}:
+            raise UserError("--seeds names each seed once, and goes without --seed and --run")
+        print("\n" + sweep([given | {"seed": seed} for seed in seeds], given.get("out", "runs"))[1])
     else:
         train(resume=options.get("resume"), **given)
 

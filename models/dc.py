@@ -48,7 +48,7 @@ class Config:
     use_actions: bool = True                # False: no action tokens (Table 12)
     timestep_embedding: bool = True         # Table 9 switches it off for online fine-tuning
     # the released code's, for Atari
-    position: Literal["timestep", "window"] = "timestep"    # window: the place in the window
+    position: Literal["timestep", "window"] = "timestep"    # window: the place in it
     # ours
     goal: Literal["none", "state"] = "state"                # none: hidden from the model
     timestep_std: float = 1.0               # spread of the timestep table at the start; released: 1
@@ -130,18 +130,18 @@ class FrameEncoder(nn.Sequential):
     """DQN's convolutions (Mnih et al., 2015) and a linear layer: (B, K, C, height, width) to (B, K, d)."""
 
     def __init__(self, C, height, width, d):
-        rows, columns = (height - 4) // 8 - 3, (width - 4) // 8 - 3     # 7 x 7 are left of 84 x 84 pixels
-        if min(rows, columns) < 1:
+        if min(height, width) < 36:
             raise ValueError(f"frames of {height} x {width} pixels: the convolutions need 36 x 36 at least")
+        places = ((height - 4) // 8 - 3) * ((width - 4) // 8 - 3)  # 7 * 7 for 84 x 84 pixels
         super().__init__(
             nn.Conv2d(C, 32, 8, 4), nn.ReLU(),
             nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
             nn.Conv2d(64, 64, 3), nn.ReLU(),
-            nn.Flatten(), nn.Linear(64 * rows * columns, d),
+            nn.Flatten(), nn.Linear(64 * places, d),
         )
 
     def forward(self, frames):
-        # channels last is the layout that convolutions are quickest in
+        # channels last: the quickest layout for convolutions
         pixels = frames.flatten(0, 1).to(self[0].weight.dtype, memory_format=torch.channels_last)
         return super().forward(pixels / 255).unflatten(0, frames.shape[:2])
 
@@ -166,7 +166,7 @@ class DecisionConvFormer(nn.Module):
             self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
         if cfg.position == "window":
             self.embed_place = nn.Parameter(torch.zeros(self.kinds * cfg.context_len, d))
-        # NOTE(code): for Atari a tanh of each embedding takes this norm's place
+        # NOTE(code): for Atari, a tanh of each embedding instead
         self.embed_ln = nn.Identity() if self.frames else nn.LayerNorm(d)
         self.drop = nn.Dropout(cfg.dropout)
 
@@ -182,10 +182,8 @@ class DecisionConvFormer(nn.Module):
         """Raises ValueError for sizes that make no model, and for a switch that has no effect."""
         cfg = self.cfg
         sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d, cfg.window
-        if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0:
-            raise ValueError("a size below 1, or timestep_std below 0")
-        if cfg.d % cfg.n_head:
-            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}")
+        if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0 or cfg.d % cfg.n_head:
+            raise ValueError("a size below 1, timestep_std below 0, or a d that n_head does not divide")
         tokens = self.kinds * cfg.context_len
         for name, works, need in (
             ("window", cfg.window <= tokens, f"a longer context_len: there are {tokens} tokens"),
@@ -198,15 +196,14 @@ class DecisionConvFormer(nn.Module):
 
     def init_weights(self):
         """NOTE(code): GPT-2's N(0, 0.02) in the blocks, and for Atari in two layers more; else torch's."""
-        layers = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)]
-        for layer in layers:
-            nn.init.zeros_(layer.bias)
+        for layer in self.blocks.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
         if self.frames:
-            layers.append(self.head)
+            nn.init.normal_(self.head.weight, std=0.02)
             if self.cfg.use_actions and self.cfg.discrete:
-                layers.append(self.embed_action)
-        for layer in layers:
-            nn.init.normal_(layer.weight, std=0.02)
+                nn.init.normal_(self.embed_action.weight, std=0.02)
         if self.cfg.timestep_embedding:
             nn.init.normal_(self.embed_timestep.weight, std=self.cfg.timestep_std)
 
@@ -226,10 +223,9 @@ class DecisionConvFormer(nn.Module):
         cfg = self.cfg
         dtype = self.head.weight.dtype
         tokens = []
-        if cfg.condition == "rtg":
-            tokens.append(self.embed_condition(rtg.to(dtype)))
-        elif cfg.condition == "reward":                             # the one that led to this state
-            tokens.append(self.embed_condition(F.pad(rewards[:, :-1], (0, 0, 1, 0)).to(dtype)))
+        if cfg.condition != "none":  # reward: the one that led to this state
+            c = rtg if cfg.condition == "rtg" else F.pad(rewards[:, :-1], (0, 0, 1, 0))
+            tokens.append(self.embed_condition(c.to(dtype)))
         tokens.append(self.embed_state(states if self.frames else states.to(dtype)))
         if cfg.use_actions:
             tokens.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
@@ -292,7 +288,7 @@ PRESETS = {
         n_layer=3, d=128, context_len=8, window=6, dropout=0.1, activation="gelu", batch_size=64, lr=1e-3,
         weight_decay=1e-4, clip=0.25, steps=100_000, warmup=10_000, schedule="constant", eval_episodes=100,
     ),
-    # DT's target times 1 to 20, or to 100. NOTE(paper): only the ends are named; code: 1, 2, 10, 20
+    # DT's target times 1 to 20, or to 100. NOTE(paper): names the ends; code: 1, 2, 10, 20
     "hopper": dict(targets=(3600.0, 7200.0, 18000.0, 36000.0, 54000.0, 72000.0)),
     "halfcheetah": dict(targets=(6000.0, 12000.0, 30000.0, 60000.0, 90000.0, 120000.0)),
     "walker2d": dict(targets=(5000.0, 10000.0, 25000.0, 50000.0, 75000.0, 100000.0)),
@@ -302,8 +298,8 @@ PRESETS = {
     "hopper-medium": dict(d=256, lr=1e-4),  # Table 5
     "hopper-medium-replay": dict(d=256, lr=1e-4, use_actions=False),    # Tables 5 and 12
     "walker2d-medium": dict(lr=1e-4),  # text below Table 4
-    # Table 6 (code: batch 128, pong 512); steps: 10 epochs of 500,000 windows. NOTE(paper): the cosine ends
-    # after two epochs; code: after six, and climbs again; here after all
+    # Table 6 (code: batch 128, pong 512); 10 epochs of 500,000 windows. NOTE(paper): the cosine ends after
+    # two; code: after six, and rises; here after all
     "atari": FRAMES | dict(batch_size=256, lr=6e-4, steps=19_530, rtg_scale=1.0, sample=True),
     # Table 6: 1 or 5 times the data's largest return, in raw points, though the data's rewards are clipped.
     # Code: qbert 14000, seaquest 1150. Projections: Table 13; heads: DT's code
@@ -333,13 +329,12 @@ PRESETS = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    cfg = Config(d=64, n_layer=2, dropout=0.0)
-    model = Model(cfg)
-    B, K = 8, cfg.context_len
+    B, K, S, A = 8, 8, 11, 3
+    model = Model(Config(d=64, n_layer=2, dropout=0.0))
     batch = dict(
-        states=torch.randn(B, K, *cfg.state_shape), actions=torch.rand(B, K, cfg.act_dim) * 2 - 1,
-        rewards=torch.rand(B, K, 1), rtg=torch.rand(B, K, 1),
-        timesteps=torch.arange(K).expand(B, K), mask=torch.ones(B, K, dtype=torch.bool),
+        states=torch.randn(B, K, S), actions=torch.rand(B, K, A) * 2 - 1, rewards=torch.rand(B, K, 1),
+        rtg=torch.rand(B, K, 1), timesteps=torch.arange(K).expand(B, K),
+        mask=torch.ones(B, K, dtype=torch.bool),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(101):

@@ -1,20 +1,19 @@
 """Decision Mixer (Zheng et al., ICML 2025).
 
-A Decision Transformer in which every second layer picks the tokens that are worth attending over:
+A Decision Transformer in which every second layer attends over a few tokens, and learns how many and which:
 
-     R1    s1    a1    R2    s2    a2    R3    s3    a3    one token each for return-to-go, state, action
-    0.2   1.4   0.9   0.1   1.2  -0.3   0.7   1.6   0.8    w of each from a router, k = 4 from a hypernetwork
-           s1    a1          s2                s3          the k of largest weight, in their order
+     R1    s1    a1    R2    s2    a2    R3    s3    a3    return-to-go, state and action: a token each
+    0.2   1.4   0.9   0.1   1.2  -0.3   0.7   1.6   0.8    w from a router R, k = 4 from a hypernetwork H
+           s1    a1          s2                s3          the k tokens of largest weight, in their order
            └─────┴───────────┴─────────────────┘           attention and MLP among these alone make Z
      R1  1.4 Z 0.9 Z   R2  1.2 Z   a2    R3  1.6 Z   a3    w Z in their places; the others as they were
 
-Training picks with the whole window in view. Acting cannot see the future: there a small predictor picks,
-which has learned to tell from one token whether training would.
+Training chooses with the whole window in view. Acting cannot see the future: there an auxiliary predictor
+(aux) chooses, which has learned to tell from one token whether training would keep it.
 
     python dm.py        learns one random batch by heart and prints the loss
 
-B batch, K context steps, L tokens (3K, the paper's S), d width, S state size, A action size.
-NOTE(paper), NOTE(code): where this differs from the paper or the released code, or where they are silent.
+B batch, K context steps, L tokens (3K), d width, S state size, A action size.
 """
 
 import math
@@ -29,38 +28,38 @@ from torch import nn
 @dataclass
 class Config:
     # what the data decide
-    state_shape: tuple[int, ...] = (11,)    # (S,), goal included; or (C, height, width): C stacked frames
-    act_dim: int = 3                        # A numbers in [-1, 1]; or A choices, if discrete
+    state_shape: tuple[int, ...] = (11,)  # (S,), goal included; or (C, height, width): C stacked frames
+    act_dim: int = 3           # A numbers in [-1, 1]; or A choices, if discrete
     discrete: bool = False
-    goal_dim: int = 0                       # the last numbers of the state, where there is a goal
-    max_ep_len: int = 1000                  # rows of the timestep table; later steps share the last
+    goal_dim: int = 0          # the last numbers of the state, where there is a goal
+    max_ep_len: int = 1000     # rows of the timestep table; later steps share its last
     # sizes
-    context_len: int = 20                   # K
+    context_len: int = 20      # K, the steps that a prediction may depend on
     n_layer: int = 6
     n_head: int = 4
-    d: int = 256
+    d: int = 256               # width of a token
     dropout: float = 0.1
-    activation: Literal["relu", "gelu"] = "gelu"
+    activation: Literal["relu", "gelu"] = "gelu"  # of the MLPs
     # the paper's switches
-    layers: Literal["alternating", "all"] = "alternating"   # mixer layers: 2nd, 4th, 6th; or all (Fig. 5)
-    selection: Literal["learned", "fixed", "none"] = "learned"  # k from H, or fixed; none: no mixer layer
-    fixed_k: float = 0.5                    # share of the tokens (Table 2)
-    strategy: Literal["window", "prefix", "token"] = "window"   # what H reads: Table 6 (3), (2), (1)
-    aux: bool | None = None                 # the predictor (Table 2); None: if the strategy needs it
+    layers: Literal["alternating", "all"] = "alternating"  # mixer layers: 2nd, 4th, 6th; or all (Fig. 5)
+    selection: Literal["learned", "fixed", "none"] = "learned"  # k by H, or fixed; none: no mixer layers
+    fixed_k: float = 0.5       # a fixed k, as a share of the tokens (Table 2)
+    strategy: Literal["window", "prefix", "token"] = "window"  # tokens in H's view: Table 6 (3), (2), (1)
+    aux: bool | None = None    # auxiliary predictor (Table 2); none: where strategy is window
     # the released code's
     hyper_input: Literal["pooled", "flattened"] = "pooled"  # flattened: H reads all tokens side by side
-    k_gradient: Literal["straight-through", "none"] = "straight-through"    # none: H does not learn
-    position: Literal["timestep", "window"] = "timestep"    # window: the place in it, as DT on Atari
+    k_gradient: Literal["straight-through", "none"] = "straight-through"  # none: H does not learn
+    position: Literal["timestep", "window"] = "timestep"  # window: the place in it, as DT on Atari
     # ours
-    condition: Literal["rtg", "reward", "none"] = "rtg"     # a step's first token; none: no such token
-    use_actions: bool = True                # False: no action tokens
-    goal: Literal["none", "state"] = "state"                # none: hidden from the model
-    timestep_std: float = 1.0               # spread of the timestep table at the start; released: 1
-    router: Literal["raw", "sigmoid"] = "raw"               # sigmoid: w lies between 0 and 1
-    router_bias: float = 1.0                # the router's output at the start, but for noise
-    residual: bool = False                  # True: x + w (Z - x), not w Z, as in Mixture-of-Depths
-    k_start: float = 0.5                    # share of the tokens kept at the start, but for noise
-    k_cost: float = 0.0                     # price of keeping every token; half of them cost half
+    condition: Literal["rtg", "reward", "none"] = "rtg"  # a step's first token; none: no such token
+    use_actions: bool = True   # False: no action tokens
+    goal: Literal["none", "state"] = "state"  # none: hidden from the model
+    timestep_std: float = 1.0  # spread of the timestep table at the start; released: 1
+    router: Literal["raw", "sigmoid"] = "raw"  # sigmoid: w lies between 0 and 1
+    router_bias: float = 1.0   # w at the start, about
+    residual: bool = False     # True: x + w (Z - x), not w Z, as in Mixture-of-Depths
+    k_start: float = 0.5       # k at the start, about, as a share of the tokens
+    k_cost: float = 0.0        # loss added if all tokens are kept; half of them cost half
 
 
 class MixerLayer(nn.Module):
@@ -69,87 +68,78 @@ class MixerLayer(nn.Module):
         x'[i] = w[i] Z[i]   if w[i] is among the k largest,   else   x[i]
 
     with w[i] = R(x[i]), k = H(x), and Z what a standard layer (Eq. 3) makes of the k tokens.
-    NOTE(paper): Z[i] contains x[i] by its residual, so w scales all that earlier layers wrote there, too.
+    NOTE(paper): Z[i] contains x[i], so w also scales what earlier layers wrote there.
     """
 
-    static_shapes = False   # train.py sets True for a CUDA graph: rows keep their length, results are equal
+    static_shapes = False  # True, for a CUDA graph: rows keep their length; results are equal
 
     def __init__(self, cfg, length):
         super().__init__()
         self.cfg = cfg
         d = cfg.d
         self.layer = StandardLayer(cfg)
-        self.router = nn.Linear(d, 1)  # R; sizes here and below: Table 8
+        self.router = nn.Linear(d, 1)  # R; sizes: Table 8
         if cfg.selection == "learned":
             self.hyper = Hypernetwork(d, length if cfg.hyper_input == "flattened" else 1)  # H
         self.aux = None
-        if cfg.strategy == "window" and cfg.aux is not False:  # the predictor, Section 3.3
+        if cfg.strategy == "window" and cfg.aux is not False:  # Section 3.3
             self.aux = nn.Sequential(nn.Linear(d, d // 2), nn.SiLU(), nn.Linear(d // 2, 2))
 
     def forward(self, x, mask, acting, wanted=None):
-        """x (B, L, d), mask (B, L) False where padded -> (x', Choice).
-
-        wanted: in the last layer, the slice of tokens whose output is used; None: all.
-        """
+        """x (B, L, d), mask (B, L) False where padded -> (x', Choice). wanted: the tokens that predict."""
         L, d = x.shape[1:]
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would make many weights equal
             w = self.router(x)  # (B, L, 1)
             choice = self.choose(x, w.detach()[..., 0], mask, acting)
-        gate = choice.gate[..., None]
+        kept, ramp = choice.kept, choice.ramp
+        gate = (kept + (ramp - ramp.detach()))[..., None]  # straight-through: the ramp's gradient
 
-        # Rows of C tokens, all that are kept among them: first those kept (2) in their order, then others
-        # needed (1), then any (0). Attention is causal, so those kept see each other alone.
-        C = L if self.static_shapes else max(1, int(choice.needed.sum(1).max()))
-        order = (choice.kept.int() + choice.needed).argsort(dim=1, descending=True, stable=True)
+        # C tokens a row: those kept, in order; then those on the ramp, whose gradient needs Z; then any.
+        # Attention is causal, so those kept see each other alone.
+        C = L if self.static_shapes else max(1, int((ramp > 0).sum(1).max()))
+        order = (kept.int() + (ramp > 0)).argsort(dim=1, descending=True, stable=True)
         index = order[:, :C, None].expand(-1, -1, d)
         z = self.layer.attend(x.gather(1, index))  # (B, C, d)
         if wanted is None:
             z = x.scatter(1, index, self.layer.feed(z))  # (B, L, d)
-        else:  # back in place, then the MLP for those wanted
+        else:  # the MLP only for those wanted
             z = self.layer.feed(x.scatter(1, index, z)[:, wanted])
             x, w, gate = x[:, wanted], w[:, wanted], gate[:, wanted]
         if self.cfg.router == "sigmoid":
             w = w.sigmoid()
         z = torch.lerp(x, z, w) if self.cfg.residual else w * z  # lerp: x + w (z - x)
-        return torch.lerp(x, z, gate), choice  # z where the gate is 1, x where it is 0
+        return torch.lerp(x, z, gate), choice
 
     def choose(self, x, w, mask, acting):
         """The Choice among tokens x (B, L, d) of weights w (B, L)."""
         cfg = self.cfg
         if acting and self.aux is not None:  # Algorithm 2
             kept = (self.aux(x).argmax(-1) == 1) & mask
-            return Choice(kept, kept.to(w.dtype), kept)
+            return Choice(kept, kept.to(w.dtype), None, None)
 
-        # In a window's view, what is kept at s_t depends on a_t and later steps, which acting does not have.
-        # NOTE(paper): without a predictor, acting judges a token among those up to it.
+        # NOTE(paper): without a predictor, acting ranks a token among those up to it
         view = "prefix" if acting and cfg.strategy == "window" else cfg.strategy
         n = in_view(mask.long(), view).clamp(min=1)  # real tokens in view, (B, 1) or (B, L)
         share = self.hyper(x * mask[..., None], n, view) if cfg.selection == "learned" else cfg.fixed_k
-        k_exact = share * n  # before rounding
-        k = k_exact.round().clamp(min=0 if view == "token" else 1)    # a token alone may pass by
+        k = (share * n).round().clamp(min=0 if view == "token" else 1)
         rank = ranks(w, mask, view)
-        kept = (rank < k) & mask  # NOTE(code): weights above the k-th, so k - 1 tokens, maybe padding
-        guess = None if self.aux is None else self.aux(x.detach()).transpose(1, 2)  # for Eq. 5
-        # NOTE(code): k is cut to an integer, no gradient reaches H, and it stays as it began
-        if acting or cfg.selection == "fixed" or cfg.k_gradient == "none":
-            return Choice(kept, kept.to(w.dtype), kept, guess=guess)
-
-        # Rounding has no gradient, so H learns straight-through: the gate is 0 or 1, its gradient that of a
-        # ramp from 1 to 0 over the four ranks around k, so H learns what more or fewer tokens are worth. For
-        # the two not kept this is an estimate: last in the row, they also attend to kept tokens of later
-        # steps, and no token attends to them.
-        margin = k_exact - rank - 0.5  # by how many ranks a token is kept; negative: it passes by
-        ramp = F.hardtanh(margin, -2, 2) / 4 + 0.5
-        return Choice(kept, kept + (ramp - ramp.detach()), mask & (margin > -2), share, guess)
+        kept = (rank < k) & mask  # NOTE(code): k - 1 tokens, padding among them
+        ramp = kept.to(w.dtype)
+        # NOTE(code): k has no gradient there, and H stays as it began. Here a ramp from 1 to 0 over the four
+        # ranks around k tells H what a token more or less is worth: an estimate, since the two not kept stand
+        # last in their row, see later steps and are seen by none.
+        if cfg.selection == "learned" and cfg.k_gradient != "none" and not acting:
+            margin = share * n - rank - 0.5  # ranks by which a token is kept; negative: it passes by
+            ramp = mask * (F.hardtanh(margin, -2, 2) / 4 + 0.5)
+        return Choice(kept, ramp, share, None if self.aux is None else self.aux(x.detach()))
 
 
 class Choice(NamedTuple):
     """What a mixer layer decides about the tokens of each row."""
-    kept: torch.Tensor                  # (B, L) bool: those picked
-    gate: torch.Tensor                  # (B, L): 1 where kept, else 0; its gradient teaches H
-    needed: torch.Tensor                # (B, L) bool: kept, or on the ramp, whose gradient needs their Z
-    share: torch.Tensor | None = None   # (B, 1) or (B, L): H's output
-    guess: torch.Tensor | None = None   # (B, 2, L): the predictor's logits of passing by and of kept
+    kept: torch.Tensor  # (B, L) bool
+    ramp: torch.Tensor  # (B, L): as kept; where H learns, with a slope around k that teaches it
+    share: torch.Tensor | float | None  # (B, 1) or (B, L): k as a share of the tokens in view
+    aux_logits: torch.Tensor | None  # (B, L, 2): the auxiliary predictor's, of passing by and kept
 
 
 def in_view(y, view):
@@ -165,7 +155,7 @@ def in_view(y, view):
 def ranks(w, mask, view):
     """(B, L): each token's place by weight among those in view, 0 for the largest; ties: the earlier first.
 
-    NOTE(paper): Table 6 limits what H reads; here it limits the ranks too, since acting knows no others.
+    NOTE(paper): Table 6 limits what H reads; here the ranks too, as acting knows no other tokens.
     """
     if view == "window":
         order = w.masked_fill(~mask, -math.inf).argsort(dim=1, descending=True, stable=True)
@@ -176,10 +166,10 @@ def ranks(w, mask, view):
 
 
 class Hypernetwork(nn.Module):
-    """H of Section 3.2: the share of the real tokens in view to keep, which is k over their number.
+    """H of Section 3.2: k as a share of the real tokens in view.
 
-    NOTE(paper): Table 8 gives it context_length * d inputs; released 3K * d (7.9 million parameters at K 20),
-    padding included. Here it reads the mean real token. Table 8 shows no sigmoid and no share.
+    NOTE(paper): Table 8 has K * d inputs and no sigmoid; released 3K * d (7.9 million parameters at K 20),
+    padding included. Here it reads the mean real token.
     """
 
     def __init__(self, d, length):
@@ -192,14 +182,14 @@ class Hypernetwork(nn.Module):
         L, d = x.shape[1:]
         if self.first.in_features == d:
             h = self.first(in_view(x, view) / n[..., None])  # of the mean token
-        else:  # what each token adds to the first layer; those out of view count as zeros
+        else:  # of all side by side, those out of view as zeros: the sum of what each adds
             weight = self.first.weight.unflatten(1, (-1, d))[:, :L]  # (512, L, d)
             h = in_view(torch.einsum("bld,hld->blh", x, weight), view) + self.first.bias
         return self.last(F.leaky_relu(h)).sigmoid().squeeze(-1)
 
 
 class StandardLayer(nn.Module):
-    """A transformer block in its two halves, Eq. 3: Z1 = x + Att(LN(x)), Z2 = Z1 + FFN(LN(Z1)).
+    """A transformer block in its two halves: Z1 = x + Att(LN(x)), Z2 = Z1 + FFN(LN(Z1)).
 
     NOTE(paper): Eq. 3 lacks "Z1 +"; the released block has it.
     """
@@ -208,7 +198,7 @@ class StandardLayer(nn.Module):
         super().__init__()
         d = cfg.d
         self.ln1 = nn.LayerNorm(d)
-        self.mixer = Attention(d, cfg.n_head, cfg.dropout)
+        self.mixer = Attention(d, cfg.n_head, cfg.dropout)  # so named in all models
         self.ln2 = nn.LayerNorm(d)
         activation = nn.ReLU() if cfg.activation == "relu" else nn.GELU()
         self.mlp = nn.Sequential(nn.Linear(d, 4 * d), activation, nn.Linear(4 * d, d))
@@ -220,8 +210,7 @@ class StandardLayer(nn.Module):
     def feed(self, z):
         return z + self.drop(self.mlp(self.ln2(z)))
 
-    def forward(self, x, wanted=None):
-        """x (B, L, d) -> the same. wanted: in the last layer, the slice of tokens that predict."""
+    def forward(self, x, wanted=None):  # x (B, L, d); wanted as in MixerLayer
         z = self.attend(x)
         return self.feed(z if wanted is None else z[:, wanted])
 
@@ -248,33 +237,35 @@ class FrameEncoder(nn.Sequential):
     """DQN's convolutions (Mnih et al., 2015) and a linear layer: (B, K, C, height, width) to (B, K, d)."""
 
     def __init__(self, C, height, width, d):
-        rows, columns = (height - 4) // 8 - 3, (width - 4) // 8 - 3     # 7 x 7 are left of 84 x 84 pixels
-        if min(rows, columns) < 1:
+        if min(height, width) < 36:
             raise ValueError(f"frames of {height} x {width} pixels: the convolutions need 36 x 36 at least")
+        places = ((height - 4) // 8 - 3) * ((width - 4) // 8 - 3)  # 7 * 7 for 84 x 84 pixels
         super().__init__(
             nn.Conv2d(C, 32, 8, 4), nn.ReLU(),
             nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
             nn.Conv2d(64, 64, 3), nn.ReLU(),
-            nn.Flatten(), nn.Linear(64 * rows * columns, d),
+            nn.Flatten(), nn.Linear(64 * places, d),
         )
 
     def forward(self, frames):
-        # channels last is the layout that convolutions are quickest in
+        # channels last: the quickest layout for convolutions
         pixels = frames.flatten(0, 1).to(self[0].weight.dtype, memory_format=torch.channels_last)
         return super().forward(pixels / 255).unflatten(0, frames.shape[:2])
 
 
 class DecisionMixer(nn.Module):
-    """Picks as in training when in training mode, as in acting when in evaluation mode."""
+    """Chooses tokens as in training if in training mode, else as in acting."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
+        # NOTE(paper): does not say which kind of layer is first; standard, as released
+        self.mixes = [cfg.selection != "none" and (cfg.layers == "all" or i % 2) for i in range(cfg.n_layer)]
         self.check()
         d = cfg.d
         self.frames = len(cfg.state_shape) == 3
-        self.kinds = 1 + (cfg.condition != "none") + cfg.use_actions    # tokens a step
-        self.state_at = int(cfg.condition != "none")                    # the state's place among them
+        self.state_at = int(cfg.condition != "none")  # the state's place among a step's tokens
+        self.kinds = self.state_at + 1 + cfg.use_actions  # the number of them
         length = self.kinds * cfg.context_len
 
         self.embed_state = (FrameEncoder if self.frames else nn.Linear)(*cfg.state_shape, d)
@@ -285,67 +276,59 @@ class DecisionMixer(nn.Module):
         self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
         if cfg.position == "window":
             self.embed_place = nn.Parameter(torch.zeros(length, d))
-        # NOTE(code): for Atari, as DT there, a tanh of each embedding takes this norm's place
+        # for frames, as in DT, a tanh instead
         self.embed_ln = nn.Identity() if self.frames else nn.LayerNorm(d)
         self.drop = nn.Dropout(cfg.dropout)
 
-        self.blocks = nn.ModuleList()
-        for i in range(cfg.n_layer):
-            # NOTE(paper): does not say which of the alternating layers is first; standard, as released
-            mixes = cfg.selection != "none" and (cfg.layers == "all" or i % 2 == 1)
-            self.blocks.append(MixerLayer(cfg, length) if mixes else StandardLayer(cfg))
+        self.blocks = nn.ModuleList(MixerLayer(cfg, length) if m else StandardLayer(cfg) for m in self.mixes)
         self.ln_f = nn.LayerNorm(d)
-        self.head = nn.Linear(d, cfg.act_dim)   # NOTE(code): DT's for Atari has no bias
+        self.head = nn.Linear(d, cfg.act_dim)
         self.init_weights()
 
     def check(self):
-        """Raises ValueError for sizes that make no model, and for a switch that has no effect.
-
-        Not for strategy, router, router_bias, residual and k_start, which PRESETS["small"] sets.
-        """
+        """Raises ValueError for sizes that make no model, and for most switches that have no effect."""
         cfg = self.cfg
         sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d
         if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0 or cfg.d % cfg.n_head:
             raise ValueError("a size below 1, timestep_std below 0, or a d that n_head does not divide")
         if not (0 < cfg.fixed_k <= 1 and 0 < cfg.k_start < 1 and 0 <= cfg.k_cost < math.inf):
             raise ValueError("fixed_k must lie in (0, 1], k_start in (0, 1), k_cost in [0, inf)")
-        mixes = cfg.selection != "none" and (cfg.layers == "all" or cfg.n_layer > 1)
-        learns = mixes and cfg.selection == "learned"
-        alone = cfg.strategy == "token"
+        mixes = any(self.mixes)
+        H = mixes and cfg.selection == "learned"
+        several = cfg.strategy != "token"
         for name, works, need in (
             ("layers", mixes, "mixer layers"),
             ("aux", mixes and cfg.strategy == "window", "mixer layers of strategy='window'"),
             ("fixed_k", cfg.selection == "fixed", "selection='fixed'"),
-            ("selection", cfg.selection != "fixed" or not alone, "several tokens to choose from"),
-            ("hyper_input", learns and not alone, "an H of several tokens"),
-            ("k_gradient", learns, "an H"),
-            ("k_cost", learns and cfg.k_gradient != "none", "an H that learns"),
+            ("selection", several or cfg.selection != "fixed", "several tokens"),
+            ("hyper_input", H and several, "an H of several tokens"),
+            ("k_gradient", H, "an H"),
+            ("k_cost", H and cfg.k_gradient != "none", "an H that learns"),
         ):
             if getattr(cfg, name) != getattr(Config, name) and not works:
                 raise ValueError(f"{name}={getattr(cfg, name)} has no effect without {need}")
 
     def init_weights(self):
-        """NOTE(code): GPT-2's N(0, 0.02) in the blocks, and for Atari in two layers more; else torch's."""
+        """GPT-2's N(0, 0.02) in the blocks, and for frames in two layers more; else torch's, as released."""
         cfg = self.cfg
-        layers = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)]
-        for layer in layers:
-            nn.init.zeros_(layer.bias)
+        for layer in self.blocks.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
         if self.frames:
-            layers.append(self.head)
+            nn.init.normal_(self.head.weight, std=0.02)
             if cfg.use_actions and cfg.discrete:
-                layers.append(self.embed_action)
-        for layer in layers:
-            nn.init.normal_(layer.weight, std=0.02)
+                nn.init.normal_(self.embed_action.weight, std=0.02)
         nn.init.normal_(self.embed_timestep.weight, std=cfg.timestep_std)
         for block in self.blocks:
             if isinstance(block, MixerLayer):
-                # NOTE(code): w starts around 0 there; around 1, a picked token begins as its Z
+                # NOTE(code): w starts around 0 there; around 1, a kept token begins as its Z
                 nn.init.constant_(block.router.bias, cfg.router_bias)
                 if cfg.selection == "learned":
                     nn.init.constant_(block.hyper.last.bias, math.log(cfg.k_start / (1 - cfg.k_start)))
 
     def param_groups(self, weight_decay):
-        """Two groups: the predictors learn at a tenth of the model's rate, without decay, as released.
+        """Auxiliary predictors learn at a tenth of the rate (lr_scale), without decay, as released.
 
         NOTE(code): there their gradients count in the norm that clips the model's.
         """
@@ -360,9 +343,9 @@ class DecisionMixer(nn.Module):
         states,         # (B, K, S) normalised; or (B, K, C, height, width), 0 to 255
         actions,        # (B, K, A) in [-1, 1]; or (B, K) int64
         rewards,        # (B, K, 1)
-        rtg,            # (B, K, 1) return-to-go, the step's own reward included
+        rtg,            # (B, K, 1) return-to-go: the rewards from this step on, its own included
         timesteps,      # (B, K) int64, the step's place in its episode
-        mask=None,      # (B, K) bool, False where padded: on the right, never picked
+        mask=None,      # (B, K) bool, False where padded: on the right, never kept
     ):
         """(B, K, d): what each step's action is predicted from."""
         return self.encode(states, actions, rewards, rtg, timesteps, mask)[0]
@@ -372,20 +355,18 @@ class DecisionMixer(nn.Module):
         cfg = self.cfg
         dtype = self.head.weight.dtype
         tokens = []
-        if cfg.condition == "rtg":
-            tokens.append(self.embed_condition(rtg.to(dtype)))
-        elif cfg.condition == "reward":  # the one that led to this state
-            tokens.append(self.embed_condition(F.pad(rewards[:, :-1], (0, 0, 1, 0)).to(dtype)))
+        if cfg.condition != "none":  # reward: the one that led to this state
+            c = rtg if cfg.condition == "rtg" else F.pad(rewards[:, :-1], (0, 0, 1, 0))
+            tokens.append(self.embed_condition(c.to(dtype)))
         tokens.append(self.embed_state(states if self.frames else states.to(dtype)))
         if cfg.use_actions:
             tokens.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
         x = torch.stack(tokens, 2)  # (B, K, kinds, d)
         if self.frames:
             x = x.tanh()
-        # NOTE(code): Atari has one timestep a window, here the first; DT's acting takes the last
-        time = timesteps[:, :1] if cfg.position == "window" else timesteps
-        x = x + self.embed_timestep(time.clamp(max=cfg.max_ep_len - 1))[:, :, None]
-        x = x.flatten(1, 2)  # (B, L, d): R1 s1 a1 R2 ...
+        time = timesteps[:, :1] if cfg.position == "window" else timesteps  # as in DT
+        time = self.embed_timestep(time.clamp(max=cfg.max_ep_len - 1))
+        x = (x + time[:, :, None]).flatten(1, 2)  # (B, L, d): R1 s1 a1 R2 ...
         if cfg.position == "window":
             x = x + self.embed_place[:x.shape[1]]
         x = self.drop(self.embed_ln(x))
@@ -394,7 +375,7 @@ class DecisionMixer(nn.Module):
             mask = torch.ones_like(timesteps, dtype=torch.bool)
         mask = mask.repeat_interleave(self.kinds, 1)  # (B, L)
         choices = []
-        for i, block in enumerate(self.blocks, 1):  # of the last layer, only the states are wanted
+        for i, block in enumerate(self.blocks, 1):  # in the last layer, only the states predict
             wanted = slice(self.state_at, None, self.kinds) if i == cfg.n_layer else None
             if isinstance(block, MixerLayer):
                 x, choice = block(x, mask, not self.training, wanted)
@@ -415,8 +396,8 @@ class DecisionMixer(nn.Module):
     def loss(self, batch):
         """(total, what to log). log["loss"]: squared error (Eq. 6), or cross-entropy, mean over real steps.
 
-        In training mode total adds each layer's Eq. 5, which teaches its predictor and nothing else, and
-        k_cost times the share to keep. log["kept_1"], ...: tokens kept, a mixer layer each (Table 10).
+        In training mode total adds each mixer layer's Eq. 5, which teaches its auxiliary predictor alone, and
+        k_cost times the share to keep. log["kept_1"], ...: tokens that each keeps (Table 10).
         """
         features, choices = self.encode(**batch)
         y = self.predict(features).float()
@@ -433,19 +414,19 @@ class DecisionMixer(nn.Module):
         def mean(values):  # over layers and real tokens
             return (torch.stack(values) * mask).sum() / (len(values) * mask.sum())
 
-        if choices and choices[0].guess is not None:
-            # NOTE(paper): Eq. 5 puts a sigmoid on each of two logits; softmax over both, as released
-            aux = mean([F.cross_entropy(c.guess, c.kept.long(), reduction="none") for c in choices])
+        if choices and choices[0].aux_logits is not None:
+            # NOTE(paper): Eq. 5 has a sigmoid of each logit; softmax over both, as released
+            aux = mean([F.cross_entropy(c.aux_logits.mT, c.kept.long(), reduction="none") for c in choices])
             total = total + len(choices) * aux
             log["aux"] = aux.detach()
-            log["aux_accuracy"] = mean([c.guess.argmax(1) == c.kept for c in choices])
+            log["aux_accuracy"] = mean([c.aux_logits.argmax(-1) == c.kept for c in choices])
         if self.training and self.cfg.k_cost:
             total = total + self.cfg.k_cost * mean([c.share.expand_as(mask) for c in choices])
         return total, log
 
     @torch.no_grad()
     def selected(self, batch):
-        """(mixer layers, B, L) bool: the tokens that forward() keeps in the present mode (Fig. 4)."""
+        """(mixer layers, B, L) bool: the tokens kept (Fig. 4)."""
         return torch.stack([choice.kept for choice in self.encode(**batch)[1]])
 
     @torch.no_grad()
@@ -458,10 +439,10 @@ class DecisionMixer(nn.Module):
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)
 
 
-Model = DecisionMixer   # the name by which the trainer finds it
+Model = DecisionMixer  # the name by which the trainer finds it
 
 
-FRAMES = dict(  # not in the paper: as DT on Atari
+FRAMES = dict(  # not in the paper: DT's
     n_head=8, d=128, context_len=30, position="window", timestep_std=0.0, betas=(0.9, 0.95), weight_decay=0.1,
     decay="matrices", clip=1.0, schedule="cosine", lr_floor=0.1,
 )
@@ -474,7 +455,7 @@ PRESETS = {
         batch_size=512,  # code: 256, with context_len 120
         warmup=250, steps=25_000,  # NOTE(paper): not given; code: 1,000 rounds of 25, 10 to warm up
     ),
-    # returns as released; MuJoCo: DT's target times 1, 2, 10, 20, as in DC's code
+    # as released; MuJoCo: DT's target times 1, 2, 10, 20
     "hopper": dict(targets=(3600.0, 7200.0, 36000.0, 72000.0)),
     "halfcheetah": dict(targets=(6000.0, 12000.0, 60000.0, 120000.0)),
     "walker2d": dict(targets=(5000.0, 10000.0, 50000.0, 100000.0)),
@@ -486,12 +467,12 @@ PRESETS = {
     "relocate": dict(rtg_scale=1000.0, targets=(3000.0, 1000.0)),
     "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),
     "atari": FRAMES | dict(batch_size=128, lr=6e-4, steps=19_530, warmup=3, rtg_scale=1.0, sample=True),
-    "dmc": FRAMES | dict(batch_size=64, steps=15_620, warmup=5),  # as StARformer's paper runs DT there
+    "dmc": FRAMES | dict(batch_size=64, steps=15_620, warmup=5),  # as StARformer's paper runs DT
     "small": dict(  # ours, minutes on a laptop
         n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3700,
         lr=1.5e-3, warmup=100, schedule="cosine", rtg_scale=None,
-        # Table 6 (2), in which acting picks as training does. With (3), the paper's, a small DM reaches its
-        # goal but seldom follows its target
+        # Table 6 (2), where acting chooses as training does. With (3), a small DM reaches its goal but seldom
+        # follows its target
         strategy="prefix", router="sigmoid", router_bias=2.0, residual=True, k_start=0.9,
     ),
     "small-frames": dict(  # ours, on top of "small"
@@ -503,14 +484,14 @@ PRESETS = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    B, K, S, A = 8, 20, 11, 3
     model = Model(Config(d=64, n_layer=2, dropout=0.0))
     batch = dict(
-        states=torch.randn(8, 20, 11), actions=torch.rand(8, 20, 3) * 2 - 1, rewards=torch.rand(8, 20, 1),
-        rtg=torch.rand(8, 20, 1), timesteps=torch.arange(20).expand(8, 20),
-        mask=torch.ones(8, 20, dtype=torch.bool),
+        states=torch.randn(B, K, S), actions=torch.rand(B, K, A) * 2 - 1, rewards=torch.rand(B, K, 1),
+        rtg=torch.rand(B, K, 1), timesteps=torch.arange(K).expand(B, K),
+        mask=torch.ones(B, K, dtype=torch.bool),
     )
-    groups = model.param_groups(weight_decay=1e-4)
-    optimizer = torch.optim.AdamW([dict(group, lr=1e-3 * group["lr_scale"]) for group in groups])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(101):
         loss, log = model.loss(batch)
         optimizer.zero_grad()

@@ -273,18 +273,18 @@ class FrameEncoder(nn.Sequential):
     """DQN's convolutions (Mnih et al., 2015) and a linear layer: (B, K, C, height, width) to (B, K, d)."""
 
     def __init__(self, C, height, width, d):
-        rows, columns = (height - 4) // 8 - 3, (width - 4) // 8 - 3     # 7 x 7 are left of 84 x 84 pixels
-        if min(rows, columns) < 1:
+        if min(height, width) < 36:
             raise ValueError(f"frames of {height} x {width} pixels: the convolutions need 36 x 36 at least")
+        places = ((height - 4) // 8 - 3) * ((width - 4) // 8 - 3)  # 7 * 7 for 84 x 84 pixels
         super().__init__(
             nn.Conv2d(C, 32, 8, 4), nn.ReLU(),
             nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
             nn.Conv2d(64, 64, 3), nn.ReLU(),
-            nn.Flatten(), nn.Linear(64 * rows * columns, d),
+            nn.Flatten(), nn.Linear(64 * places, d),
         )
 
     def forward(self, frames):
-        # channels last is the layout that convolutions are quickest in
+        # channels last: the quickest layout for convolutions
         pixels = frames.flatten(0, 1).to(self[0].weight.dtype, memory_format=torch.channels_last)
         return super().forward(pixels / 255).unflatten(0, frames.shape[:2])
 
@@ -310,7 +310,7 @@ class LongShortDecisionTransformer(nn.Module):
             self.embed_place = nn.Parameter(torch.zeros(self.kinds * cfg.context_len, d))
         self.embed_ln = nn.LayerNorm(d)         # NOTE(code): no dropout follows, as it does in DT
         self.blocks = nn.ModuleList(PostNormBlock(cfg, self.kinds) for _ in range(cfg.n_layer))
-        self.head = nn.Linear(d, cfg.act_dim)   # NOTE(code): DT's head for Atari has no bias
+        self.head = nn.Linear(d, cfg.act_dim)
         self.init_weights()
 
     def check(self):
@@ -378,15 +378,13 @@ class LongShortDecisionTransformer(nn.Module):
         cfg = self.cfg
         dtype = self.head.weight.dtype
         tokens = []
-        if cfg.condition == "rtg":
-            tokens.append(self.embed_condition(rtg.to(dtype)))
-        elif cfg.condition == "reward":     # the one that led to this state
-            tokens.append(self.embed_condition(F.pad(rewards[:, :-1], (0, 0, 1, 0)).to(dtype)))
+        if cfg.condition != "none":  # reward: the one that led to this state
+            c = rtg if cfg.condition == "rtg" else F.pad(rewards[:, :-1], (0, 0, 1, 0))
+            tokens.append(self.embed_condition(c.to(dtype)))
         tokens.append(self.embed_state(states if self.frames else states.to(dtype)))
         if cfg.use_actions:
             tokens.append(self.embed_action(actions if cfg.discrete else actions.to(dtype)))
-        # NOTE(code): Atari has one timestep a window, here the first; DT's released acting takes the last
-        time = timesteps[:, :1] if cfg.position == "window" else timesteps
+        time = timesteps[:, :1] if cfg.position == "window" else timesteps  # as in DT
         time = self.embed_timestep(time.clamp(max=cfg.max_ep_len - 1))
         x = torch.stack(tokens, 2) + time[:, :, None]   # (B, K, kinds, d)
         x = x.flatten(1, 2)                             # (B, L, d): R1 s1 a1 R2 ...
@@ -485,15 +483,11 @@ PRESETS = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    B, K = 8, 10
-    cfg = Config(context_len=K, d=64, n_layer=2, dropout=0.0)
-    model = Model(cfg)
+    B, K, S, A = 8, 10, 11, 3
+    model = Model(Config(d=64, n_layer=2, dropout=0.0))
     batch = dict(
-        states=torch.randn(B, K, *cfg.state_shape),
-        actions=torch.rand(B, K, cfg.act_dim) * 2 - 1,
-        rewards=torch.rand(B, K, 1),
-        rtg=torch.rand(B, K, 1),
-        timesteps=torch.arange(K).expand(B, K),
+        states=torch.randn(B, K, S), actions=torch.rand(B, K, A) * 2 - 1, rewards=torch.rand(B, K, 1),
+        rtg=torch.rand(B, K, 1), timesteps=torch.arange(K).expand(B, K),
         mask=torch.ones(B, K, dtype=torch.bool),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -134,18 +134,18 @@ class FrameEncoder(nn.Sequential):
     """DQN's convolutions (Mnih et al., 2015) and a linear layer: (B, K, C, height, width) to (B, K, d)."""
 
     def __init__(self, C, height, width, d):
-        rows, columns = (height - 4) // 8 - 3, (width - 4) // 8 - 3     # 7 x 7 are left of 84 x 84 pixels
-        if min(rows, columns) < 1:
+        if min(height, width) < 36:
             raise ValueError(f"frames of {height} x {width} pixels: the convolutions need 36 x 36 at least")
+        places = ((height - 4) // 8 - 3) * ((width - 4) // 8 - 3)  # 7 * 7 for 84 x 84 pixels
         super().__init__(
             nn.Conv2d(C, 32, 8, 4), nn.ReLU(),
             nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
             nn.Conv2d(64, 64, 3), nn.ReLU(),
-            nn.Flatten(), nn.Linear(64 * rows * columns, d),
+            nn.Flatten(), nn.Linear(64 * places, d),
         )
 
     def forward(self, frames):
-        # channels last is the layout that convolutions are quickest in
+        # channels last: the quickest layout for convolutions
         pixels = frames.flatten(0, 1).to(self[0].weight.dtype, memory_format=torch.channels_last)
         return super().forward(pixels / 255).unflatten(0, frames.shape[:2])
 
@@ -373,15 +373,11 @@ PRESETS = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    B, K = 8, 20
-    cfg = Config(context_len=K, d=64, n_layer=2, dropout=0.0)
-    model = Model(cfg)
+    B, K, S, A = 8, 20, 11, 3
+    model = Model(Config(d=64, n_layer=2, dropout=0.0))
     batch = dict(
-        states=torch.randn(B, K, *cfg.state_shape),
-        actions=torch.rand(B, K, cfg.act_dim) * 2 - 1,
-        rewards=torch.rand(B, K, 1),
-        rtg=torch.rand(B, K, 1),
-        timesteps=torch.arange(K).expand(B, K),
+        states=torch.randn(B, K, S), actions=torch.rand(B, K, A) * 2 - 1, rewards=torch.rand(B, K, 1),
+        rtg=torch.rand(B, K, 1), timesteps=torch.arange(K).expand(B, K),
         mask=torch.ones(B, K, dtype=torch.bool),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -13,14 +13,11 @@ Runs are kept in runs/notebooks/<scale>/, by model, environment, settings and se
 import contextlib
 import csv
 import functools
-import hashlib
 import inspect
 import io
 import json
 import math
 import os
-import platform
-import re
 import shutil
 import sys
 import time
@@ -34,7 +31,6 @@ import torch
 from IPython.display import Image, Markdown, display
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -46,10 +42,10 @@ import data  # noqa: E402
 import envs  # noqa: E402
 import eval as player  # noqa: E402
 import settings  # noqa: E402
+import sweep as many  # noqa: E402
 import train  # noqa: E402
 from eval import interval  # noqa: E402
 from models import dc, dm, dt, lsdt, radt, starformer  # noqa: E402, F401 (for notebooks)
-from policies import collect  # noqa: E402
 
 SCALES = dict(
     smoke="3 updates on random play, so no number below means anything",
@@ -72,21 +68,13 @@ def begin(name, scale):
     if here.scale not in SCALES:
         raise ValueError(f"SCALE={here.scale!r}: choose from {', '.join(SCALES)}")
     torch.set_float32_matmul_precision("high")
-    show(f"**Scale `{here.scale}`**: {SCALES[here.scale]}. {machine()}, {torch.get_num_threads()} threads, "
+    show(f"**Scale `{here.scale}`**: {SCALES[here.scale]}. {train.machine(settings.pick_device("auto"))}, "
          f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}.")
 
 
 def pick(smoke=None, local=None, paper=None):
     """The value for the scale at hand; smoke's is local's unless given."""
     return dict(smoke=local if smoke is None else smoke, local=local, paper=paper)[here.scale]
-
-
-def machine():
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    file = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else []
-    return names[0] if names else platform.machine()
 
 
 def load(name, source="auto", folder="", goal=True, transitions=500_000):
@@ -217,40 +205,27 @@ def values_of(env, seed, trained, given):
     return base | given | forced | dict(env=env, seed=seed)
 
 
+def folder_of(values, quirk=None):
+    """Where a run is kept. Its name is made of all of its settings, so a changed preset makes another run."""
+    return ROOT / "runs" / "notebooks" / here.scale / "-".join(filter(None, [many.name_of(values), quirk]))
+
+
 def run(env, seed=0, label="", trained=False, quirk=None, **given):
     """Train, or find again, one run. given: settings as on the command line; quirk: see released.py."""
     values = values_of(env, seed, trained, given)
-    resolved = settings.resolve(values)     # with the presets' values: a changed preset makes another run
+    folder, resolved = folder_of(values, quirk), settings.resolve(values)
     cfg = resolved.train
-    version = collect.SETS[env].version if env in collect.SETS else 1
-    key = json.dumps([resolved.values(), quirk, version], sort_keys=True)
-    name = f"{cfg.model}-{env}-{hashlib.sha1(key.encode()).hexdigest()[:8]}-s{seed}"
-    out = ROOT / "runs" / "notebooks" / here.scale
-    out.mkdir(parents=True, exist_ok=True)
-    folder = out / name
-    with filelock.FileLock(out / f"{name}.lock"):       # another notebook may be at the very run
-        started = (folder / "last.pt").is_file()
-        if not started:     # or stopped before its first checkpoint
-            shutil.rmtree(folder, ignore_errors=True)
-        if not (folder / "result.json").is_file():
-            text = open(out / f"{name}.txt", "a", encoding="utf-8")
+    many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(many.beside(folder, "lock")):       # another notebook may be at the very run
+        if not many.finished(folder):
+            if folder.is_dir() and not (folder / "last.pt").is_file():     # stopped before a checkpoint
+                shutil.rmtree(folder)
+            text = open(many.beside(folder, "txt"), "a", encoding="utf-8")
             with text, contextlib.redirect_stdout(text), released.quirks(quirk):
                 t = load(env, cfg.source, cfg.data, resolved.model.goal != "none", cfg.transitions)
-                how = dict(resume=folder) if started else dict(out=str(out), run=name) | values
-                keep(train.train(t, **how))
+                train.train(t, **many.how(values, folder))
     given |= {"quirk": quirk} if quirk else {}
-    return Run(label or name, env, seed, given, cfg, folder, trained)
-
-
-def keep(result):
-    """Write what train() returned beside its checkpoints: a run with a result is finished."""
-    meta = result["meta"]
-    text = json.dumps(dict(
-        model=meta["model"], dataset=meta["dataset"], source=meta["source"], steps=meta["step"],
-        seconds=round(result["seconds"], 1), machine=machine(), date=time.strftime("%Y-%m-%d"),
-        asked=meta["headline"], rows=result["rows"]))
-    file = result["run"] / "result.json"
-    train.write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))
+    return Run(label or folder.name, env, seed, given, cfg, folder, trained)
 
 
 def sweep(id, variants, names, trained=False, seeds=None, **common):
@@ -267,9 +242,14 @@ def sweep(id, variants, names, trained=False, seeds=None, **common):
         hours = sum(hours_of(env, given) for env, *_, given in todo)
         print(f"{id}: {len(todo)} runs, about {hours:.1f} hours to train on one H100 at default sizes, "
               "evaluation on top; finished runs are loaded")
+    if here.scale != "smoke":       # side by side what needs nothing of this file
+        plain = [values_of(env, seed, trained, given) for env, seed, _, given in todo
+                 if "quirk" not in given and (data.local_id(env) or here.scale == "paper")]
+        plain = [values for values in plain if not many.finished(folder_of(values))]
+        if plain:
+            many.sweep(plain, folder_of(plain[0]).parent)
     runs = []
-    bar = tqdm(todo, desc=id, unit="run", leave=False, mininterval=2, disable=here.scale == "smoke")
-    for *which, given in bar:
+    for *which, given in todo:
         runs.append(run(*which, trained, **given))
         record(id, runs[-1])
     return runs
@@ -399,8 +379,7 @@ def expected(folder=ROOT / "notebooks" / "results"):
 
 def counters(env, **given):
     """{"params", "mixer_params", "macs"} of a model at the paper's size, without training it."""
-    fitted = settings.fitted(settings.resolve(dict(size="paper", env=env) | given), envs.ENVS[env])
-    return train.counters(settings.model_of(fitted), fitted.model)
+    return train.counters(train.on_random_numbers(dict(size="paper", env=env) | given))
 
 
 def bench(env, updates=None, **given):

@@ -1,41 +1,40 @@
-"""Make the data sets of this project again, offline: python policies/collect.py NAME --steps N --seed S
+"""Make stand-ins for published data sets, offline: python data.py collect NAME --steps N --seed S
 
-A set is episodes of policies of players.py in gymnasium's own environments, or in those of screens.py, stored
-as Minari stores its own: minari.load_dataset(id) reads it. It stands in for published data of the same kind.
+A set is episodes of policies of players.py in gymnasium's environments or those of screens.py.
 """
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))    # a script finds only its own folder
-
-import errors  # noqa: I001, F401 (first: Ctrl-C is quiet while the libraries load)
 import contextlib
 import copy
 import json
+import multiprocessing
 import os
 import pickle
-import shutil
+import signal
+import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 import envs
-from errors import Parser, UserError, nearest, run_command
+from errors import UserError
 from policies import players, screens
 from policies.players import BreakoutPlayer, Player, actor, ant, galloper, wanderer, waypoints
+
+# transitions a second on one core
+SPEED = {"hopper": 6000, "walker2d": 6000, "halfcheetah": 12_000, "ant": 2000, "antmaze": 1500,
+         "maze2d": 10_000, "atari": 500, "dmc": 15}
 
 
 @dataclass(frozen=True)
 class Set:
-    """How one set is made. envs.ENVS has its environment under the same name."""
+    """One set. envs.ENVS has its environment under the same name."""
     name: str
     steps: int              # transitions by default
-    parts: list             # policies; each makes equally many of the transitions, one after the other
-    version: int = 1        # raised when the same (name, steps, seed) gives other numbers than before
-    env: str = ""           # gymnasium's name of the environment, where it isn't that of the evaluation
+    parts: list             # policies; each makes equally many of the transitions
+    version: int = 1        # raised when the set becomes another one
+    env: str = ""           # where it isn't that of the evaluation
     fixed: bool = False     # whether an antmaze has the start and goal of its evaluation
 
     @property
@@ -45,7 +44,7 @@ class Set:
         return f"local/{path}-v0"
 
     def spec(self, evaluation=False):
-        """gymnasium's record of the environment that the set is made in, or evaluated in."""
+        """The EnvSpec of the environment that the set is made in, or evaluated in."""
         env = envs.ENVS[self.name]
         id = env.id if evaluation else self.env or env.id
         if screens.ours(id):
@@ -54,12 +53,12 @@ class Set:
         spec.kwargs.update(env.kwargs)
         if "fixed" in env.starts and (evaluation or self.fixed):
             for (i, j), mark in zip(env.starts["fixed"].values(), "rg", strict=True):
-                spec.kwargs["maze_map"][i][j] = mark        # gymnasium-robotics' own: reset, goal
+                spec.kwargs["maze_map"][i][j] = mark        # reset, goal
         return spec
 
 
 def body(name, replay, medium, expert):
-    """The four sets of a body, from levels of its stored policies."""
+    """The four sets of a body, from levels of its stored actor."""
     play = partial(actor, body=name)
     medium = partial(play, levels=[medium])
     expert = partial(play, levels=[expert], spread=0.1)     # 1 costs the hopper a fifth of its return
@@ -71,21 +70,27 @@ def body(name, replay, medium, expert):
     ]
 
 
+def maze(name, **where):
+    return Set(f"antmaze-{name}", 600_000, [ant], version=2, **where)       # models learn 140,000 by heart
+
+
 def atari(name, steps=20_000):
     rule = getattr(players, name, None)     # without one, Player presses at random
     return Set(name, steps, [partial(Player, rule=rule)])
 
 
 SETS = [
-    # hopper's levels 2 and 3 stand still for 1,000 steps: half of all transitions would be that
+    # hopper's levels 2 and 3 stand still: half of all transitions would be that
     *body("hopper", replay=[0, 1, 4, 5, 6, 7], medium=7, expert=8),
     *body("walker2d", replay=range(7), medium=6, expert=8),
     *body("halfcheetah", replay=range(7), medium=6, expert=9),
     Set("ant-medium-replay", 100_000, [ant]),
-    Set("antmaze-umaze", 140_000, [ant], fixed=True),
-    Set("antmaze-umaze-diverse", 140_000, [ant]),
-    Set("antmaze-medium-play", 120_000, [ant]),
-    Set("antmaze-medium-diverse", 120_000, [ant], env="AntMaze_Medium_Diverse_GR-v4"),
+    maze("umaze", fixed=True),
+    maze("umaze-diverse"),
+    maze("medium-play"),
+    maze("medium-diverse", env="AntMaze_Medium_Diverse_GR-v4"),
+    maze("large-play"),
+    maze("large-diverse", env="AntMaze_Large_Diverse_GR-v4"),
     Set("pointmaze-umaze", 75_000, [partial(waypoints, arrival=(100, 290))]),       # of 300 steps
     Set("pointmaze-medium", 120_000, [partial(waypoints, arrival=(230, 580))]),     # of 600
     Set("pointmaze-large", 160_000, [partial(waypoints, arrival=(400, 770))]),      # of 800
@@ -97,7 +102,7 @@ SETS = [
       for name in ("ball-in-cup-catch", "finger-spin", "reacher-easy", "walker-walk")),
 ]
 SETS = {entry.name: entry for entry in SETS}
-SETS |= {f"maze2d-{maze}": SETS[f"pointmaze-{maze}"] for maze in ("umaze", "medium", "large")}
+SETS |= {f"maze2d-{size}": SETS[f"pointmaze-{size}"] for size in ("umaze", "medium", "large")}
 
 
 def play(env, policy, rng, options=None):
@@ -110,7 +115,7 @@ def play(env, policy, rng, options=None):
     observations, steps, ended = [observation], [], False
     while not ended:
         action = act(observation)
-        # of the precision that is stored: replayed, it gives the same episode
+        # as it is stored: replayed, it gives the same episode
         action = np.asarray(action, np.float32) if env.action_space.shape else int(action)
         observation, reward, terminated, truncated, _ = env.step(action)
         observations.append(observation)
@@ -123,8 +128,49 @@ def play(env, policy, rng, options=None):
     return EpisodeBuffer(None, seed, None, observations, *map(np.array, zip(*steps, strict=True)))
 
 
+def play_all(chosen, policy, seed, numbers):
+    """Play the episodes of these numbers, each with a generator of its own: the same whoever plays it."""
+    far = envs.ENVS[chosen.name].starts.get("far")      # reset options of one episode in five
+    with contextlib.closing(envs.make(chosen.spec())) as env:
+        for n in numbers:
+            yield play(env, policy, np.random.default_rng([seed, n]), far if n % 5 == 0 else None)
+
+
+def send_all(pipe, *what):
+    """play_all in a process of its own, which waits for the reader."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is for the first process
+    with contextlib.suppress(BrokenPipeError):
+        for episode in play_all(*what):
+            pipe.send(episode)
+
+
+def play_on_cores(cores, chosen, policy, seed, first):
+    """Play the episodes first, first + 1, ..., each process every cores-th one."""
+    if cores == 1:
+        yield from play_all(chosen, policy, seed, range(first, sys.maxsize))
+    spawn, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    try:
+        for k in range(cores):
+            numbers = range(first + k, sys.maxsize, cores)
+            pipe, end = spawn.Pipe(duplex=False)
+            process = spawn.Process(target=send_all, args=(end, chosen, policy, seed, numbers), daemon=True)
+            process.start()
+            end.close()     # so that its death is noticed
+            pipes.append(pipe)
+            processes.append(process)
+        while True:
+            for pipe in pipes:
+                yield pipe.recv()
+    except EOFError as error:
+        raise UserError("a process has ended: its words are above, or memory ran out") from error
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
 def recipe(id):
-    """{"name", "steps", "seed", "version"} of a stored set; None where it is missing or not made here."""
+    """{"name", "steps", "seed", "version"} of a stored set, or None where it isn't made here."""
     from minari.storage import get_dataset_path
 
     file = get_dataset_path(id) / "data" / "metadata.json"
@@ -134,90 +180,71 @@ def recipe(id):
 def collect(name, steps=None, seed=0, progress=True, policy=None):
     """Make the set, store it in the place of any older one of its id, and return the id.
 
-    steps: transitions wanted; whole episodes, at most one more. The same (name, steps, seed) gives the same
-    arrays, bit for bit, on one machine. policy: one of your own in place of the set's: policy(env, rng),
-    called when an episode has been reset, returns the function observation -> action that plays it.
-    Raises UserError for a wrong name, steps or seed, and where an environment or a file can't be made.
+    steps: transitions; the last episode is whole. The same (name, steps, seed) gives the same bits on any
+    number of one machine's cores. policy: one of your own, played on one core: policy(env, rng), called when
+    an episode has been reset, returns the function observation -> action.
+    Raises UserError for wrong steps or seed, and where an environment or a file can't be made.
     """
-    if name not in SETS:
-        raise UserError(f"no set is called {name!r}; {nearest(name, SETS)}")
     chosen = SETS[name]
     steps = chosen.steps if steps is None else steps
     if steps < 1 or seed < 0:
-        raise UserError(f"steps must be at least 1 and the seed at least 0, not {steps} and {seed}")
+        raise UserError(f"steps must be at least 1 and seed at least 0, not {steps} and {seed}")
     record = {"name": chosen.name, "steps": steps, "seed": seed, "version": chosen.version}
-    parts = chosen.parts
+    parts, cores = chosen.parts, min(os.cpu_count() or 1, 16)       # a process takes up to 0.4 GB
     if policy:
         record["policy"] = "the user's"
-        parts = [lambda env, first, rng: policy(env, rng)]
+        parts, cores = [lambda env, first, rng: policy(env, rng)], 1
+    minutes = steps / SPEED[envs.ENVS[name].family] / 60
+    if minutes < 0.5:
+        cores = 1       # processes would take longer to start
+    elif progress:
+        print(f"{name}: about {minutes / cores:.1f} minutes on {cores} cores", flush=True)
     root = Path(os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets").expanduser().resolve()
     os.environ["MINARI_DATASETS_PATH"] = str(root)      # minari itself knows no ~
     try:
         root.mkdir(parents=True, exist_ok=True)
-        write(root, chosen, parts, record, progress)
+        write(root, chosen, parts, record, progress, cores)
     except OSError as error:
-        message = f"{name} can't be stored in {root} ({error}); MINARI_DATASETS_PATH can name another folder"
-        raise UserError(message) from error
+        raise UserError(f"{name} can't be stored in {root} ({error}); "
+                        "MINARI_DATASETS_PATH can name another folder") from error
     return chosen.id
 
 
-def write(root, chosen, parts, record, progress):
-    """Play the episodes of a set and store each as it ends, in a hidden folder where Minari doesn't look.
-
-    That is moved to its place when it is whole: whatever stops us on the way, no half a set is ever there.
-    """
+def write(root, chosen, parts, record, progress, cores):
+    """Store each episode as it ends, in a hidden folder, which becomes the set when it is whole."""
     import minari
     from minari.dataset.minari_storage import MinariStorage
     from tqdm import tqdm
 
-    for old in root.glob(".collecting-*"):      # left by a process that was killed
-        if time.time() - old.stat().st_mtime > 86_400:
-            shutil.rmtree(old, ignore_errors=True)
-    silent = None if progress else True     # None: silent outside of a terminal
-    with (
-        tempfile.TemporaryDirectory(prefix=".collecting-", dir=root) as staging,
-        contextlib.closing(envs.make(chosen.spec())) as env,
-        tqdm(total=record["steps"], desc=chosen.name, unit="step", disable=silent) as bar,
-    ):
+    silent = None if progress else True     # None: outside of a terminal
+    bar = tqdm(total=record["steps"], desc=chosen.name, unit="step", disable=silent)
+    with bar, tempfile.TemporaryDirectory(prefix=".collecting-", dir=root) as staging:
         new, target, spare = Path(staging, "new"), root / chosen.id, Path(staging, "spare")
         (new / "data").mkdir(parents=True)
-        # Not minari.DataCollector, which needs jax. Not JPEG, which moves pixels.
-        storage = MinariStorage.new(
-            new / "data", env.observation_space, env.action_space, chosen.spec(), jpeg_encoding=False)
+        with contextlib.closing(envs.make(chosen.spec())) as env:
+            # not minari.DataCollector, which needs jax; not JPEG, which moves pixels
+            storage = MinariStorage.new(
+                new / "data", env.observation_space, env.action_space, chosen.spec(), jpeg_encoding=False)
         storage.update_metadata({
             "dataset_id": chosen.id,
             "minari_version": minari.__version__,
             "eval_env_spec": chosen.spec(evaluation=True).to_json(),
-            "description": "Made offline by policies/collect.py: a stand-in for published data.",
+            "description": "Made by policies/collect.py: a stand-in for published data.",
             "recipe": record,
         })
         taken, count = 0, 0
-        far = envs.ENVS[chosen.name].starts.get("far")      # reset options of one episode in five
         for k, policy in enumerate(parts, 1):
-            while taken < record["steps"] * k / len(parts):
-                rng = np.random.default_rng([record["seed"], count])    # of this episode alone
-                episode = play(env, policy, rng, far if count % 5 == 0 else None)
-                with open(spare, "wb") as file:     # raises OSError on a full disk, where HDF5 would crash
-                    pickle.dump(episode, file)
-                    file.write(bytes(2**20 + file.tell() // 8))     # what HDF5 adds, and more
-                spare.unlink()
-                storage.update_episodes([episode])
-                taken, count = taken + len(episode.rewards), count + 1
-                bar.update(min(taken, record["steps"]) - bar.n)
+            with contextlib.closing(play_on_cores(cores, chosen, policy, record["seed"], count)) as episodes:
+                while taken < record["steps"] * k / len(parts):
+                    episode = next(episodes)
+                    with open(spare, "wb") as file:     # OSError on a full disk, where HDF5 would crash
+                        pickle.dump(episode, file)
+                        file.write(bytes(2**20 + file.tell() // 8))     # what HDF5 adds
+                    spare.unlink()
+                    storage.update_episodes([episode])
+                    taken, count = taken + len(episode.rewards), count + 1
+                    bar.update(min(taken, record["steps"]) - bar.n)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             target.rename(Path(staging, "old"))
         new.rename(target)
-
-
-def main():
-    parser = Parser(description="Make a data set again, offline and seeded, and store it for Minari.")
-    parser.add_argument("name", help=", ".join(f"{name} ({SETS[name].steps:,})" for name in SETS))
-    parser.add_argument("--steps", type=int, help="transitions (default: the number beside the name)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    print(f"stored {collect(args.name, args.steps, args.seed)}")
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,7 +1,7 @@
-"""The behaviour policies, which play the episodes of the sets that collect.py makes. README.md tells of each.
+"""The policies that play the sets of collect.py: functions (env, first observation, rng) -> act.
 
-A policy is a function (env, first observation, rng) -> function observation -> action. It is called when an
-episode has been reset, and draws what differs between episodes. Actions are (A,) in [-1, 1], or a number.
+Each is called when an episode has been reset, and draws what differs between episodes. act(observation)
+returns an action, (A,) in [-1, 1] or a number.
 """
 import itertools
 import math
@@ -14,7 +14,7 @@ import numpy as np
 # ----- mazes
 
 def next_cells(maze_map, goal):
-    """{free cell: the next cell of a shortest way to `goal`}, by breadth-first search from the goal."""
+    """{free cell: the next one of a shortest way to `goal`}, by breadth-first search."""
     step, queue = {goal: goal}, deque([goal])
     while queue:
         i, j = queue.popleft()
@@ -26,38 +26,34 @@ def next_cells(maze_map, goal):
 
 
 class Way:
-    """The shortest way to the goal of a maze, from the first observation of an episode."""
+    """The shortest way to the goal of a maze, from an episode's first observation."""
 
     def __init__(self, env, first):
         self.maze, self.goal = env.unwrapped.maze, first["desired_goal"]
-        self.next = next_cells(self.maze.maze_map, self.cell(self.goal))
-        points, cell = [first["achieved_goal"]], self.cell(first["achieved_goal"])
-        while self.next[cell] != cell:
-            cell = self.next[cell]
+        self.last = self.cell(self.goal)
+        self.next = next_cells(self.maze.maze_map, self.last)
+        points, cell = [first["achieved_goal"]], self.next[self.cell(first["achieved_goal"])]
+        while cell != self.last:
             points.append(self.maze.cell_rowcol_to_xy(cell))
-        points = points[:max(1, len(points) - 1)] + [self.goal]     # instead of the centre of its cell
-        self.length = np.linalg.norm(np.diff(points, axis=0), axis=1).sum()     # m
+            cell = self.next[cell]
+        self.length = np.linalg.norm(np.diff([*points, self.goal], axis=0), axis=1).sum()     # m
 
     def cell(self, xy):
         return tuple(self.maze.cell_xy_to_rowcol(xy))
 
     def ahead(self, xy):
-        """(vector to the centre of the next cell, or in the last cell to the goal; whether to the goal)."""
+        """(vector to the centre of the next cell or, in its cell, to the goal; whether to the goal)."""
         cell = self.cell(xy)
-        arriving = self.next[cell] == cell
+        arriving = cell == self.last
         end = self.goal if arriving else self.maze.cell_rowcol_to_xy(self.next[cell])
         return end - xy, arriving
 
 
 def waypoints(env, first, rng, arrival):
-    """Pushes the point mass along the shortest way, at a speed of the episode's own, so that returns spread.
-
-    arrival: (low, high) steps; the arrival time wanted is uniform in it.
-    """
+    """Pushes the point along the shortest way, to arrive after a number of steps uniform in `arrival`."""
     way = Way(env, first)
     seconds = 0.01 * rng.uniform(*arrival)
-    # m/s: 0.45 m from the goal is there, 5 is the environment's limit, and a model of short context that
-    # sees slower ones learns to stand still.
+    # m/s: 0.45 m from the goal is there, 5 is the limit; from slower ones models learn to stand still.
     cruise = np.clip((way.length - 0.45) / seconds, 0.8, 5)
     noise = 0.2 if rng.random() < 0.25 else 0.05
 
@@ -81,10 +77,7 @@ def stored_actor(body, level):
 
 
 def actor(env, first, rng, body, levels, spread=1.0):
-    """A stored actor, at a level of skill drawn from `levels`.
-
-    spread: factor on the actor's own standard deviation: 1 acts as it was trained, 0 by the mean.
-    """
+    """A stored actor, at a level drawn from `levels`. spread: factor on its own standard deviation."""
     w0, b0, w1, b1, w2, b2 = stored_actor(body, levels[rng.integers(len(levels))])
 
     def act(inputs):
@@ -97,9 +90,9 @@ def actor(env, first, rng, body, levels, spread=1.0):
 
 
 def ant(env, first, rng):
-    """The ant's actor, told to run along the shortest way of a maze, or along +x on the plain."""
+    """The ant's actor, told to run along the shortest way of a maze, or else along +x."""
     run = actor(env, first, rng, "ant", range(4))
-    noise, turn = rng.uniform(0, (0.3, 0.6))        # of the action and, in radians, of the direction
+    noise, turn = rng.uniform(0, (0.3, 0.6))        # of the action, and in radians of the direction
     way = Way(env, first) if isinstance(first, dict) else None
 
     def act(observation):
@@ -114,7 +107,7 @@ def ant(env, first, rng):
 
 
 def seen_from_heading(observation, angle):
-    """(29,): the ant's 27 numbers as seen from its heading, and there the wanted direction, angle radians."""
+    """(29,): the ant's 27 numbers as seen from its heading, and the direction wanted, angle radians."""
     w, x, y, z = observation[1:5]
     yaw = np.arctan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
     c, s = np.cos(yaw / 2), np.sin(yaw / 2)
@@ -130,21 +123,20 @@ def seen_from_heading(observation, angle):
 # ----- DeepMind Control
 
 def wanderer(env, first, rng):
-    """Random actions, each held for some steps; how many, and how large they are, is the episode's own."""
+    """Random actions. An episode draws how long each is held, and how large they are."""
     low, high = env.action_space.low, env.action_space.high
     hold, scale = rng.integers(1, 16), rng.uniform(0.3, 1)
-    step, action = 0, None
+    steps, action = itertools.count(), None
 
     def act(observation):
-        nonlocal step, action
-        if step % hold == 0:
+        nonlocal action
+        if next(steps) % hold == 0:
             action = scale * rng.uniform(low, high)
-        step += 1
         return action
     return act
 
 
-# How each joint of the cheetah swings: the best of 384 gaits drawn in rounds, each near the best so far.
+# How each joint of the cheetah swings, found by random search.
 SIZE, PHASE, MEAN = np.array([
     [2.4, 0.3, 0.9, 0.2, 0.7, 2.0],
     [1.6, 0.3, 1.2, -0.7, -2.0, -0.8],
@@ -153,13 +145,11 @@ SIZE, PHASE, MEAN = np.array([
 
 
 def galloper(env, first, rng):
-    """Runs as the cheetah by swinging its joints, whatever it sees; an episode draws how far, so how fast."""
-    skill, step = rng.uniform(0.2, 1), 0
+    """Swings the cheetah's joints, whatever it sees. An episode draws how far, and so how fast."""
+    skill, steps = rng.uniform(0.2, 1), itertools.count(1)
 
     def act(observation):
-        nonlocal step
-        step += 1
-        swing = SIZE * np.sin(0.88 * step + PHASE) + MEAN       # 3.5 times a second
+        swing = SIZE * np.sin(0.88 * next(steps) + PHASE) + MEAN       # 3.5 times a second
         return np.clip(skill * swing + 0.1 * rng.standard_normal(6), -1, 1)
     return act
 
@@ -169,9 +159,9 @@ def galloper(env, first, rng):
 class Player:
     """Plays a game of Atari by a rule, broken by stretches of one random action held.
 
-    rule: function (memory, memory a step before, last action's name) -> action's name, of the emulator's 128
-    bytes. It reads only what a few frames and the last action show, so that a model can learn it. None:
-    stretches only. chance: (low, high) of beginning one in a step, drawn log-uniformly for each episode.
+    rule: (memory, memory a step before, last action) -> action, of the emulator's 128 bytes. It reads what a
+    model can see in a few frames. None: stretches only.
+    chance: (low, high) of beginning a stretch in a step, drawn log-uniformly for each episode.
     """
 
     def __init__(self, env, first, rng, rule=None, chance=(0.005, 0.3)):
@@ -202,9 +192,9 @@ class Player:
 
 
 class BreakoutPlayer(Player):
-    """By its rule, but in some of the ball's falls the paddle stands still in the last quarter.
+    """Its paddle stands still in the last quarter of a share `chance` of the ball's falls: games are short.
 
-    chance: of that in a fall. So a small model can learn most steps, and games still end early.
+    All other actions are the rule's, which a small model can learn.
     """
 
     falling = False
@@ -217,33 +207,30 @@ class BreakoutPlayer(Player):
         return "FIRE" if falling and self.still else None
 
 
-# The rules. What each byte means was found by moving and looking at the screen; the numbers added are the
-# pictures' offsets.
+# The rules. The meaning of each byte was found by looking at the screen.
 
 def toward(off, near, less, more):
-    """The direction, less or more, of what is `off` away; "" within `near`."""
+    """less or more, the direction of what is `off` away; "" within `near`."""
     if abs(off) <= near:
         return ""
     return more if off > 0 else less
 
 
 def breakout(now, before, last):
-    """Follows the ball, a step ahead; a press moves the paddle by 11 in its own step and by 11 in the next.
-
-    It stands still by FIRE, which serves if no ball is in play: who learns from it serves too.
-    """
+    """Follows the ball. It stands still by FIRE, which serves: who learns from it serves too."""
     x, y, paddle = now[99], now[101], now[72]
     if y == 0:
         return "FIRE"       # no ball is in play
     moved = x - before[99]
     if before[101] == 0 or abs(moved) > 30:
         moved = 0
+    # a step ahead; a press moves the paddle by 11 in its own step and by 11 in the next
     off = x + moved - 9 - paddle - {"RIGHT": 11, "LEFT": -11}.get(last, 0)
     return toward(off, 8, "LEFT", "RIGHT") or "FIRE"
 
 
 def pong(now, before, last):
-    """Returns the ball, if it can so steeply that the other side, which is slower, does not get there."""
+    """Returns the ball, and if it can too steeply for the other side."""
     x, y, paddle, odd = now[49], now[54], now[51], now[8] & 1
     if y == 0:
         return "NOOP"       # no ball is in play
@@ -272,17 +259,13 @@ def pong(now, before, last):
 
 
 def reflect(x, low, high):
-    """Where a ball gets to between two walls that would get to x without them."""
+    """Where a ball that would get to x is, between two walls."""
     x = (x - low) % (2 * (high - low))
     return low + min(x, 2 * (high - low) - x)
 
 
 def glide(paddle, rest, presses, frames, odd):
-    """Where Pong's paddle is some frames on, if each press lasts four of them.
-
-    rest: where it comes to rest. A press moves that by 5.5 a frame, and the paddle goes half the way there in
-    every second frame.
-    """
+    """Where Pong's paddle is some frames on. A press lasts four of them, and moves its place of rest."""
     for frame in range(frames):
         if (frame + odd) % 2 == 0:
             paddle += (rest - paddle) / 2
@@ -291,7 +274,7 @@ def glide(paddle, rest, presses, frames, odd):
 
 
 def seaquest(now, before, last):
-    """Just below the surface, firing to the side of an enemy; up when air is short, until it is full."""
+    """Fires to the side of an enemy; up when air is short, until it is full."""
     x, enemy, depth, air = now[70], now[30], now[97], now[102]
     if depth > 13 and air <= 12:
         return "UP"
@@ -300,21 +283,22 @@ def seaquest(now, before, last):
     return toward(depth - 30, 3, "DOWNFIRE", "UPFIRE") or ("RIGHTFIRE" if enemy > x else "LEFTFIRE")
 
 
-def boxing(now, before, last):
-    """Up to the other, punching; a button must be let go to punch again."""
-    move = toward(now[35] - now[34], 12, "UP", "DOWN") + toward(now[33] - now[32], 20, "LEFT", "RIGHT")
+def hit(move, last):
+    """The move with FIRE, unless it was pressed before: it must be let go to hit again."""
     return move + "FIRE" if "FIRE" not in last else move or "NOOP"
+
+
+def boxing(now, before, last):
+    move = toward(now[35] - now[34], 12, "UP", "DOWN") + toward(now[33] - now[32], 20, "LEFT", "RIGHT")
+    return hit(move, last)
 
 
 def gopher(now, before, last):
-    """Over the gopher, hitting as in boxing."""
-    move = toward(now[41] - now[31], 6, "LEFT", "RIGHT")
-    return move + "FIRE" if "FIRE" not in last else move or "NOOP"
+    return hit(toward(now[41] - now[31], 6, "LEFT", "RIGHT"), last)
 
 
 def frostbite(now, before, last):
-    """From floe to floe, down and up again."""
-    y = now[100]
+    y = now[100]        # from floe to floe
     return "UP" if y >= 100 or y > 60 and last == "UP" else "DOWN"
 
 

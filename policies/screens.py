@@ -1,7 +1,4 @@
-"""Environments whose observation is one gray frame, uint8 (84, 84): Atari games and DeepMind Control tasks.
-
-make("ALE/Breakout-v5") and make("dm_control/cheetah-run-v0") need no import by the user, who stacks frames.
-"""
+"""Environments whose observation is a gray frame, uint8 (84, 84): Atari and DeepMind Control."""
 import ctypes.util
 import math
 import os
@@ -12,12 +9,9 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from errors import nearest, short
+from errors import short
 
-FRAMES = 108_000        # of an Atari episode at most: half an hour at 60 a second
-STEPS = 1000            # of DeepMind's suite in an episode
-# Action repeats: the StARformer paper's (4, walker 2), and for the two tasks it leaves out those of PlaNet.
-CONTROL = {"cheetah-run": 4, "ball_in_cup-catch": 4, "finger-spin": 2, "reacher-easy": 4, "walker-walk": 2}
+FRAMES = 108_000        # of an Atari episode at most: half an hour
 
 
 def ours(id):
@@ -26,13 +20,13 @@ def ours(id):
 
 
 def register_atari():
-    """Importing ale_py registers its games; emulators made from now on print no banner."""
+    """Importing ale_py registers its games. Emulators print no banner from now on."""
     import ale_py
 
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
 
 
-def atari(game, sticky=0.0, frame_skip=4, noop_max=30, render_mode=None):
+def atari(game, sticky, frame_skip, noop_max, render_mode=None):
     """A game, seen as the maximum of the last two of each `frame_skip` frames.
 
     sticky: chance that the emulator repeats its last action, in each frame. An episode starts with 1 to
@@ -49,28 +43,27 @@ class Control(gymnasium.Env):
     """A task of the DeepMind Control suite, seen by its camera 0 in gray: uint8 (size, size).
 
     An action (A,), in the task's bounds, is held for `action_repeat` of the suite's steps, whose rewards are
-    added up. The suite's limit of 1,000 steps truncates. Raises ValueError for a task that the suite lacks,
-    RuntimeError where nothing can render.
+    added up. Raises ValueError for a task that the suite lacks, RuntimeError where nothing can render.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
+    metadata = {"render_modes": ["rgb_array"]}
 
-    def __init__(self, domain, task, action_repeat=4, size=84, render_mode=None):
-        suite = load_suite()
-        if (domain, task) not in suite.ALL_TASKS:
-            name, names = f"{domain}-{task}", ["-".join(pair) for pair in suite.ALL_TASKS]
-            raise ValueError(f"the suite has no task {name}; {nearest(name, names)}")
-        self.suite = suite.load(domain, task)
+    def __init__(self, domain, task, action_repeat, size, render_mode=None):
         self.repeat, self.size, self.render_mode = action_repeat, size, render_mode
-        seconds = action_repeat * self.suite.control_timestep()
-        self.metadata = self.metadata | {"render_fps": max(1, round(1 / seconds))}
+        try:
+            self.suite = load_suite().load(domain, task)
+            self.frame()
+        except ValueError:      # the suite has no such task
+            raise
+        except Exception as error:      # each driver has its own
+            raise RuntimeError(
+                f"frames of dm_control can't be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')}. "
+                "Without a display, egl and osmesa can: on Debian, apt-get install libegl1 libgl1-mesa-dri "
+                f"(or libosmesa6), and MUJOCO_GL=egl (or osmesa). {short(error)}") from error
+        self.metadata = self.metadata | {"render_fps": 1 / (action_repeat * self.suite.control_timestep())}
         bounds = self.suite.action_spec()
         self.action_space = gymnasium.spaces.Box(np.float32(bounds.minimum), np.float32(bounds.maximum))
         self.observation_space = gymnasium.spaces.Box(0, 255, (size, size), np.uint8)
-        try:
-            self.frame()        # a machine that cannot render says so now
-        except Exception as error:
-            raise no_renderer(short(error)) from error
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -104,54 +97,31 @@ def load_suite():
     if sys.platform == "linux" and not os.environ.get("DISPLAY") and "MUJOCO_GL" not in os.environ:
         found = [name for name in ("EGL", "OSMesa") if ctypes.util.find_library(name)]
         if not found:
-            raise no_renderer("neither library was found")
+            raise ImportError("neither library was found")
         os.environ["MUJOCO_GL"] = found[0].lower()
-    try:
-        from dm_control import suite
-    except Exception as error:      # each driver has its own
-        raise no_renderer(short(error)) from error
+    from dm_control import suite
     return suite
 
 
-def no_renderer(why):
-    return RuntimeError(
-        f"frames of dm_control can't be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')}. Without "
-        "a display, egl and osmesa can: on Debian, apt-get install libegl1 libgl1-mesa-dri (or libosmesa6), "
-        f"and MUJOCO_GL=egl (or osmesa). {why}")
-
-
 def spec(id, **kwargs):
-    """gymnasium's EnvSpec of ALE/<Game>-v5 (kwargs: of atari) or dm_control/<domain>-<task>-v0 (of Control).
-
-    Minari can store it, and gymnasium.make takes it wherever this file can be imported. Raises ValueError for
-    a wrong name.
-    """
+    """The EnvSpec of ALE/<Game>-v5 (kwargs of atari) or dm_control/<domain>-<task>-v0 (of Control)."""
+    name = id.partition("/")[2].rpartition("-")[0]
     if id.startswith("ALE/"):
         register_atari()
-        known = [name for name in gymnasium.registry if name.startswith("ALE/")]
-        if id not in known:
-            raise ValueError(f"no Atari game is called {id}; {nearest(id, known)}")
-        game = id.removeprefix("ALE/").removesuffix("-v5")
-        kwargs = {"game": game, "sticky": 0.0, "frame_skip": 4, "noop_max": 30} | kwargs
-        entry, length, skip = "atari", FRAMES, kwargs["frame_skip"]
+        gymnasium.spec(id)
+        kwargs = {"game": name, "sticky": 0.0, "frame_skip": 4, "noop_max": 30} | kwargs
+        entry, steps = "atari", math.ceil(FRAMES / kwargs["frame_skip"])
     else:
-        name = id.removeprefix("dm_control/").removesuffix("-v0")
         domain, _, task = name.partition("-")
-        if not task or not id.endswith("-v0"):
-            raise ValueError(f"{id}: ids are dm_control/<domain>-<task>-v0, as dm_control/cheetah-run-v0")
-        kwargs = {"domain": domain, "task": task, "action_repeat": CONTROL.get(name, 4), "size": 84} | kwargs
-        entry, length, skip = "Control", STEPS, kwargs["action_repeat"]
-    if skip < 1:
-        raise ValueError(f"frame_skip and action_repeat must be at least 1, not {skip}")
-    limit = math.ceil(length / skip)
-    return EnvSpec(id, f"policies.screens:{entry}", max_episode_steps=limit, kwargs=kwargs)
+        kwargs = {"domain": domain, "task": task, "action_repeat": 4, "size": 84} | kwargs
+        entry, steps = "Control", math.ceil(1000 / kwargs["action_repeat"])
+    return EnvSpec(id, f"policies.screens:{entry}", max_episode_steps=steps, kwargs=kwargs)
 
 
 def make(id, **kwargs):
-    """The environment of an id (kwargs: as of spec(), and render_mode) or of an EnvSpec with such an id.
+    """The environment of an id (kwargs: as of spec(), and render_mode), or of an EnvSpec as it was recorded.
 
-    A spec, even one that somebody else recorded, is made as it was recorded: kwargs can change render_mode
-    only. Raises ValueError for a wrong name.
+    Of a spec kwargs can only change render_mode. Raises ValueError or gymnasium's error for a wrong name.
     """
     if isinstance(id, str):
         render_mode = kwargs.pop("render_mode", None)
@@ -162,7 +132,7 @@ def make(id, **kwargs):
 
 
 def describe(env):
-    """One line about an environment made here, read from the environment itself."""
+    """One line about an environment made here."""
     name, limit = env.spec.name, f"{env.spec.max_episode_steps:,} steps"
     if not env.spec.id.startswith("ALE/"):
         return f"{name}: action repeat {env.unwrapped.repeat}, {limit}"

@@ -3,6 +3,7 @@
     python tests/bench.py             two to three minutes on 2 CPU cores
     python tests/bench.py ratios      whole updates of all six models against a plain DT's; three minutes
     python tests/bench.py growth      how an update's cost grows with context and batch: docs/growth.png
+    python tests/bench.py together    runs that take turns on one GPU; under four minutes
 
 OMP_NUM_THREADS=1 where others use the cores too.
 """
@@ -24,6 +25,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import settings  # noqa: E402
+import sweep  # noqa: E402
 import train  # noqa: E402
 from data import Trajectories, Windows, load_d4rl  # noqa: E402
 from envs import ENVS, make  # noqa: E402
@@ -312,6 +314,43 @@ def growth():
     print(path)
 
 
+def together(updates=100):
+    """How many updates a second all runs make that share a device, and whether numbers stay those of one."""
+    device = settings.pick_device("auto")
+
+    def turns(seed, **given):
+        common = dict(env="hopper-medium", size="paper", batch_size=64, seed=seed)
+        run = train.on_random_numbers(common | given)
+        while True:
+            run.update()
+            yield run
+
+    def wait():
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    for model in ("dt", "dc", "lsdt", "radt", "dm"):
+        first = {}
+        for count in (1, 2, 4, 8, 16):
+            lanes = [sweep.Lane(turns(seed, model=model), device) for seed in range(count)]
+            for lane in lanes * 5:      # three ordinary updates, the capture, one replay
+                run = lane.turn()
+            wait()
+            begin = time.perf_counter()
+            for lane in lanes * updates:
+                lane.turn()
+            wait()
+            ms = 1e3 * (time.perf_counter() - begin) / updates
+            weights = [p.detach().clone() for p in lanes[0].turn().model.parameters()]
+            wait()
+            first = first or dict(ms=ms, weights=weights)
+            equal = all(map(torch.equal, weights, first["weights"]))
+            memory = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else peak_mib() / 1024
+            print(f"{model:6s}{count:3d} runs: {ms:8.2f} ms for an update of each, "
+                  f"{count * first['ms'] / ms:5.2f} times the runs an hour of one; {run.device}, "
+                  f"{memory:.1f} GiB; numbers of one run {'kept' if equal else 'CHANGED'}", flush=True)
+            del lanes, run
+
+
 def main():
     g = np.random.default_rng(0)
     t, w = loading(g)
@@ -327,4 +366,4 @@ def main():
 
 
 if __name__ == "__main__":
-    {"": main, "growth": growth, "ratios": ratios}[" ".join(sys.argv[1:])]()
+    {"": main, "growth": growth, "ratios": ratios, "together": together}[" ".join(sys.argv[1:])]()

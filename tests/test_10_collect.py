@@ -1,4 +1,4 @@
-"""Collecting: python policies/collect.py NAME makes a set again, offline, from (name, steps, seed).
+"""Collecting: python data.py collect NAME makes a set again, offline, from (name, steps, seed).
 
 A learner trusts a result as far as the data under it: these tests say what the sets promise.
 
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("gymnasium_robotics")
@@ -27,7 +28,7 @@ from errors import UserError  # noqa: E402
 from policies import collect as c  # noqa: E402
 from policies import players, screens  # noqa: E402
 
-SCRIPT = Path(c.__file__)
+SCRIPT = Path(c.__file__).parent.parent / "data.py"
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,21 @@ def test_asking_for_more_keeps_the_episodes_there_were():
     """Each episode has a generator of its own: a larger set begins with the smaller one."""
     few, many = load("hopper-medium-replay", 300), load("hopper-medium-replay", 900)
     assert np.array_equal(arrays(few), arrays(many[: len(few)])) and len(many) > len(few)
+
+
+@pytest.mark.parametrize("name, steps, cores", [
+    ("hopper-medium-expert", 3000, 3), ("pointmaze-umaze", 2000, 2)])
+def test_the_number_of_cores_changes_no_bit(name, steps, cores, monkeypatch, capsys):
+    """Slow sets are played by a process for each core, and the expected minutes are told before."""
+    alone = arrays(load(name, steps))
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(c, "SPEED", dict.fromkeys(c.SPEED, 50))
+    monkeypatch.setattr(c.os, "cpu_count", lambda: cores)
+    assert np.array_equal(alone, arrays(load(name, steps)))
+    assert capsys.readouterr().out == ""        # load() has told it to be silent
+    c.collect(name, 1800)
+    expected = f"{name}: about {0.6 / cores:.1f} minutes on {cores} cores\n"
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize("name", ["hopper-medium", "hopper-medium-expert", "pointmaze-umaze"])
@@ -493,10 +509,44 @@ def test_a_killed_collection_leaves_the_old_set():
         plays = iter([c.play, lambda *_: os.kill(os.getpid(), 9)])      # one episode is written
         c.play = lambda *args: next(plays)(*args)
         c.collect("pointmaze-umaze", 600, 1)"""
-    run = subprocess.run([sys.executable, "-c", killed], cwd=SCRIPT.parent.parent, capture_output=True)
+    run = subprocess.run([sys.executable, "-c", killed], cwd=SCRIPT.parent, capture_output=True)
     assert run.returncode == -9
     assert list(minari.list_local_datasets()) == ["local/pointmaze/umaze-v0"]
     assert np.array_equal(old, arrays(minari.load_dataset("local/pointmaze/umaze-v0")))
+
+
+@pytest.mark.parametrize("killed", ["first", "player"])
+def test_a_killed_process_ends_a_parallel_collection(killed, folder):
+    """No player lives on alone, and the first process does not wait for a dead one."""
+    code = """if True:
+        import multiprocessing, os
+        from errors import UserError
+        from policies import collect as c
+        c.SPEED, os.cpu_count, store, players = {"maze2d": 1}, lambda: 2, c.pickle.dump, []
+        def dump(*args):        # when one episode has been played
+            store(*args)
+            if not players:
+                players.extend(child.pid for child in multiprocessing.active_children())
+                print(*players, flush=True)
+                os.kill(os.getpid() if KILLED == "first" else players[1], 9)
+        c.pickle.dump = dump
+        try:
+            c.collect("pointmaze-umaze", 9000)
+        except UserError as error:
+            print(error)""".replace("KILLED", repr(killed))
+    run = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True,
+                         timeout=120)
+    message, players, *rest = run.stdout.splitlines()
+    assert run.returncode == (-9 if killed == "first" else 0) and run.stderr == ""
+    assert len(players.split()) == 2
+    assert message.startswith("pointmaze-umaze: about")
+    deadline = time.time() + 60
+    while any(psutil.pid_exists(int(pid)) for pid in players.split()) and time.time() < deadline:
+        time.sleep(0.2)
+    assert not any(psutil.pid_exists(int(pid)) for pid in players.split())
+    assert not (folder / "local").exists()
+    if killed == "player":
+        assert "a process that played has ended" in rest[-1] and not any(folder.iterdir())
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
@@ -520,29 +570,28 @@ def test_a_relative_folder_is_taken_from_where_we_stand(tmp_path, monkeypatch):
 
 
 def script(*args, folder="/", **variables):
-    """The script in a new process, started outside of the project: (exit code, its output, its messages)."""
-    run = subprocess.run([sys.executable, str(SCRIPT), *args], cwd=folder, capture_output=True, text=True,
-                         env=os.environ | variables)
+    """python data.py collect in a new process, outside of the project: (exit code, output, messages)."""
+    run = subprocess.run([sys.executable, str(SCRIPT), "collect", *args], cwd=folder, capture_output=True,
+                         text=True, env=os.environ | variables)
     return run.returncode, run.stdout, run.stderr
 
 
-def test_the_script_works_from_anywhere(folder):
-    id = "local/pointmaze/umaze-v0"
-    assert script("pointmaze-umaze", "--steps", "1", "--seed", "3") == (0, f"stored {id}\n", "")
-    assert c.recipe(id) == {"name": "pointmaze-umaze", "steps": 1, "seed": 3, "version": 1}
+def test_the_script_works_from_anywhere():
+    assert script("pointmaze-umaze", "--steps", "1", "--seed", "3")[::2] == (0, "")
+    made = {"name": "pointmaze-umaze", "steps": 1, "seed": 3, "version": 1}
+    assert c.recipe("local/pointmaze/umaze-v0") == made
 
 
-@pytest.mark.parametrize("args, message", [
-    (["hopper-medum"], "did you mean hopper-medium"),
-    (["pointmaze-umaze", "--steps", "0"], "at least 1"),
-    (["pointmaze-umaze", "--seed", "-1"], "at least 0"),
-    (["pointmaze-umaze", "--steps", "many"], "invalid int value: 'many'"),
-    ([], "required: name"),
+@pytest.mark.parametrize("name, steps, seed, message", [
+    ("pointmaze-umaze", 0, 0, "at least 1"),
+    ("pointmaze-umaze", -5, 0, "at least 1"),
+    ("pointmaze-umaze", 1, -1, "at least 0"),
 ])
-def test_a_mistake_is_one_line_and_exit_code_2(args, message):
-    """Not a traceback, and not the whole usage."""
-    code, out, error = script(*args)
-    assert (code, out) == (2, "") and message in error and error.count("\n") == 1
+def test_a_mistake_is_said_before_any_work(name, steps, seed, message, folder):
+    """An empty set loads, and fails much later."""
+    with pytest.raises(UserError, match=message):
+        c.collect(name, steps, seed)
+    assert not folder.exists()
 
 
 def test_a_tilde_is_the_home_folder(tmp_path):
@@ -566,7 +615,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
         old = sorted(place.rglob("*"))
         for name in "hopper-medium", "pong":        # many small episodes, and one that is too large alone
             code, out, error = script(name, "--steps", "20000", **small)
-            assert (code, out) == (2, "") and error.count("\n") == 1
+            assert code == 2 and error.count("\n") == 1
             assert f"{name} can't be stored in {place}" in error and "No space left" in error
             assert sorted(place.rglob("*")) == old
     finally:
@@ -629,13 +678,6 @@ def test_a_machine_that_cannot_render_says_so(monkeypatch, folder):
     assert not any(folder.rglob("*"))
 
 
-@pytest.mark.parametrize("steps", [0, -5])
-def test_less_than_one_step_is_refused(steps):
-    """An empty set loads, and fails much later."""
-    with pytest.raises(UserError, match="at least 1"):
-        c.collect("pointmaze-umaze", steps)
-
-
 def test_a_folder_that_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
     """Not after five minutes of physics."""
     (tmp_path / "file").touch()
@@ -654,12 +696,3 @@ def test_progress_is_silent_when_told_so_and_outside_a_terminal(capfd, monkeypat
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     c.collect("pointmaze-umaze", 300)
     assert "pointmaze" in capfd.readouterr().err
-
-
-def test_what_a_killed_collection_left_is_cleared_away_after_a_day(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    for name, age in (("old", 90_000), ("new", 100)):
-        (tmp_path / f".collecting-{name}").mkdir()
-        os.utime(tmp_path / f".collecting-{name}", (time.time() - age,) * 2)
-    c.collect("pointmaze-umaze", 300, progress=False)
-    assert sorted(p.name for p in tmp_path.glob(".*")) == [".collecting-new"]

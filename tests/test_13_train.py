@@ -581,9 +581,10 @@ def test_a_set_of_choices_trains_and_acts_in_its_own_environment(tmp_path, monke
     assert code == 0 and f"{result['rows'][0]['return_mean']:.1f}" in out, err
     for which in ("last", "best"):
         args = ["--targets", 30, "--episodes", 2]
-        same = here(E.command_line, capsys, result["run"] / f"{which}.pt", *args)
-        assert same == here(E.command_line, capsys, result["run"], "--checkpoint", which, *args)
-        assert same[0] == 0 and f"{which} checkpoint" in same[1]
+        code, out, _ = here(E.command_line, capsys, result["run"] / f"{which}.pt", *args)
+        assert code == 0 and f"update {load_run(result['run'], which)[1]['step']}," in out
+    last = result["run"] / "last.pt"
+    assert here(E.command_line, capsys, last) == here(E.command_line, capsys, last.parent)
 
 
 def test_actions_reach_bounds_beyond_one_and_never_pass_them(tmp_path, monkeypatch):
@@ -757,7 +758,7 @@ def test_targets_run_from_the_5th_to_the_95th_percentile_and_a_papers_own_are_fo
 
     def choose(source, targets, origin):
         settings = config.resolve(dict(env="arrays", eval_episodes=2)).replace(origin, targets=targets)
-        _, plan, headline, _ = T.choose_targets(config.completed(settings, t, source), t, None)
+        _, plan, headline, _ = T.choose_targets(config.fitted(settings, t, source), t, None)
         return [x for _, x, _ in plan], headline
     assert choose("minari", (3600.0,), 'preset "hopper"') == ([5, 27.5, 50, 72.5, 95], 95)
     assert choose("d4rl", (3600.0, 1800.0), 'preset "hopper"') == ([3600, 1800], 3600)
@@ -772,7 +773,7 @@ def test_the_far_pairs_returns_set_the_targets_of_a_point_maze():
     states = np.repeat([np.append(start, [0, 0]), np.append(goal, [0, 0])], 10, 0)
     t = Trajectories(states, np.zeros((20, 2)), np.append(np.arange(0, 100, 10.0), [1000.0] * 10), [1] * 20,
                      goals=np.tile(goal, (20, 1)))
-    settings = config.completed(config.resolve(dict(eval_episodes=2)), t, "local")
+    settings = config.fitted(config.resolve(dict(eval_episodes=2)), t, "local")
     settings, plan, headline, _ = T.choose_targets(settings, t, env)
     assert headline == 72 and plan[0] == ("random", 72.0, 10)
     wanted = pytest.approx([4.5, 24.8, 45, 65.2, 85.5], abs=0.11)       # rounded to a tenth

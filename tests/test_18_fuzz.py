@@ -212,8 +212,8 @@ def write_replay(folder):
 WRITE = dict(d4rl=write_d4rl, minari=write_minari, images=write_images, replay=write_replay)
 LOAD = dict(
     d4rl=lambda p: data.load_d4rl(p / "hopper_medium-v2.hdf5", ENVS["hopper-medium"]),
-    minari=lambda p: data.load_minari("my/set-v0", download=False),
-    images=lambda p: data.load_minari("my/set-v0", download=False),
+    minari=lambda p: data.load_minari("my/set-v0"),
+    images=lambda p: data.load_minari("my/set-v0"),
     replay=lambda p: data.load("breakout", "dqn", str(p), transitions=1000),
 )
 # what a message about the set names: its file, its folder, or its id
@@ -360,15 +360,8 @@ def spoil_replay(rng, folder):
         path.unlink()
     else:  # the cache that an earlier call wrote
         LOAD["replay"](folder)
-        name = rng.choice(["frames.u8", "source.json", "steps.npz", "steps.npz"])
-        target = next(folder.rglob("frames-1000")) / name
-        if target.suffix == ".npz" and rng.random() < 0.5:
-            with np.load(target) as f:
-                x = dict(f)
-            key = rng.choice(sorted(x))
-            np.savez(target, **x | {key: spoil(rng, x[key])[0]})
-        else:
-            target.write_bytes(spoil_bytes(rng, target.read_bytes()))
+        target = next(folder.rglob("frames-1000")) / rng.choice(["frames.u8", "steps.npz"])
+        target.write_bytes(spoil_bytes(rng, target.read_bytes()))
     return False
 
 
@@ -490,30 +483,30 @@ def change(kind, folder, **arrays):
 @pytest.mark.parametrize(
     "kind,arrays,words",
     [
-        ("d4rl", dict(rewards=np.full(60, 3e38)), "rewards hold numbers beyond 1e"),
-        ("d4rl", dict(rewards=np.full(60, 1e300)), "infinity"),
-        ("d4rl", dict(observations=np.full((60, 11), -1e35)), "states hold numbers beyond"),
+        ("d4rl", dict(rewards=np.full(60, 3e38)), r"rewards: 3e\+38 in row 0 is not in"),
+        ("d4rl", dict(rewards=np.full(60, 1e300)), r"rewards: 1e\+300 in row 0"),
+        ("d4rl", dict(observations=np.full((60, 11), -1e35)), r"states: -1e\+35 in row 0"),
         ("d4rl", dict(actions=np.zeros((60, 0))), "numbers are"),
-        ("d4rl", dict(terminals=np.zeros(59)), r"terminals have shape \(59,\) and type float64; \(60,\)"),
+        ("d4rl", dict(terminals=np.zeros(59)), r"v2.hdf5 cannot be read .*shapes \(59,\) \(60,\)"),
         (
             "d4rl",
             {k: 0.0 for k in ("observations", "actions", "rewards", "terminals", "timeouts")},
-            r"terminals have shape \(\) and type float64; \(1,\) numbers",
+            r"terminals have shape \(\) and type float64; \(any,\) numbers",
         ),
-        ("minari", {"observations/observation": np.ones((7, 4)) * 1j}, "not vectors of numbers"),
-        ("minari", {"observations/observation": np.full((7, 4), "1.5", "S3")}, "not vectors of numbers"),
-        ("minari", {"observations/observation": np.ones((7, 5))}, "episode 0 are not vectors of numbers"),
-        ("minari", {"observations/desired_goal": np.ones((6, 2))}, "7 states, 6 goals"),
-        ("minari", dict(terminations=np.zeros(5, bool)), "5 terminations"),
-        ("minari", dict(truncations=np.zeros(7, bool)), "7 truncations"),
-        ("minari", dict(terminations=np.full(6, np.nan)), "terminations hold other than 0 and 1"),
+        ("minari", {"observations/observation": np.ones((7, 4)) * 1j}, "set-v0 cannot be read"),
+        ("minari", {"observations/observation": np.full((7, 4), "1.5", "S3")}, "set-v0 cannot be read"),
+        ("minari", {"observations/observation": np.ones((7, 5))}, r"set-v0 cannot be read .*shape \(7, 5\)"),
+        ("minari", {"observations/desired_goal": np.ones((6, 2))}, "episode 0 differ in length"),
+        ("minari", dict(terminations=np.zeros(5, bool)), "episode 0 differ in length"),
+        ("minari", dict(truncations=np.zeros(7, bool)), "episode 0 differ in length"),
+        ("minari", dict(terminations=np.full(6, np.nan)), "terminated: nan in row 0"),
         ("minari", dict(rewards=np.zeros((6, 2))), "set-v0 cannot be read.*dimension"),
         ("minari", dict(actions=np.zeros((6, 3), np.float32)), "set-v0 cannot be read.*dimension"),
-        ("images", dict(actions=np.zeros((1, 6), np.int64)), "1 actions, 6 rewards"),
-        ("images", dict(actions=np.full(6, 3)), "action id 3 does not fit .* at transition 0"),
+        ("images", dict(actions=np.zeros((1, 6), np.int64)), "episode 0 differ in length"),
+        ("images", dict(actions=np.full(6, 3)), "actions of 3 choices: 3 in row 0 is not in"),
         ("replay", dict(reward=np.full(20, np.nan, np.float32)), "reward_ckpt.0.gz cannot be read"),
         ("replay", dict(reward=np.full(20, 1e300)), "reward_ckpt.0.gz cannot be read"),
-        ("replay", dict(action=np.full(20, 2**64 - 1, np.uint64)), "action id -1"),
+        ("replay", dict(action=np.full(20, 2**64 - 1, np.uint64)), "actions of 4 choices: -1 in row 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(kind, arrays, words, tmp_path, monkeypatch):
@@ -527,7 +520,7 @@ def test_what_cannot_be_meant_is_refused_by_name(kind, arrays, words, tmp_path, 
 
 
 def test_choices_in_rows_are_not_read_as_a_column():
-    with pytest.raises(UserError, match=r"actions have shape \(2, 3\)"):
+    with pytest.raises(UserError, match=r"actions of 2 choices have shape \(2, 3\)"):
         data.Trajectories(np.zeros((6, 1)), np.zeros((2, 3), int), np.zeros(6), [6], n_actions=2)
 
 
@@ -538,7 +531,7 @@ def test_a_set_with_fewer_or_more_episodes_than_it_says_is_refused(n, tmp_path, 
     write_minari(tmp_path)
     facts = minari_folder(tmp_path) / "metadata.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | dict(total_episodes=n)))
-    words = {4: "do not hold the 38 steps", 6: "episode_5", -1: "no episodes"}
+    words = {4: "do not hold the 38 steps", 6: "episode_5", -1: "do not hold the 38 steps"}
     with pytest.raises(UserError, match=words.get(n, "cannot be read")):
         LOAD["minari"](tmp_path)
 
@@ -560,7 +553,7 @@ def test_a_replay_of_blank_steps_alone_is_refused_each_time(tmp_path):
     for name, x in replay_arrays(0).items():
         (place / f"{name}.gz").write_bytes(zipped(np.zeros_like(x[:3])))
     for _ in range(2):
-        with pytest.raises(UserError, match="no steps but blank ones"):
+        with pytest.raises(UserError, match="frames-1000 cannot be read"):
             LOAD["replay"](tmp_path)
 
 
@@ -643,7 +636,8 @@ def test_a_data_file_with_a_pickle_is_refused_unopened(kind, tmp_path, monkeypat
         path.write_bytes(evil)
         LOAD[kind](root)
         if path.suffix == ".npz":
-            np.savez(path, actions=objects, rewards=np.zeros(20), lengths=[20], terminated=[True])
+            with np.load(path) as f:
+                np.savez(path, **dict(f) | dict(actions=objects))
             LOAD[kind](root)
     assert not marker.exists()
 
@@ -700,7 +694,7 @@ def test_the_size_of_a_set_is_that_of_the_copies_that_training_makes(tmp_path, m
     memory(monkeypatch, need / 0.9 + 1)
     assert len(LOAD["d4rl"](tmp_path)) == 60
     memory(monkeypatch, need / 0.9 - 1)
-    with pytest.raises(UserError, match="hopper_medium-v2.hdf5 take about"):
+    with pytest.raises(UserError, match="hopper_medium-v2.hdf5: it takes about"):
         LOAD["d4rl"](tmp_path)
 
 
