@@ -192,16 +192,18 @@ def episode_ends(terminals, timeouts):
 class Windows:
     """Training windows, gathered without a Python loop on the device where training runs.
 
-    A window starts at a transition drawn uniformly from all N (the same as drawing episodes in proportion to
-    their length, then a start in them), takes up to K steps and never crosses the episode's end; what is
-    missing on the right is zeros with mask False. Goals join the states, which are normalised. Frames are
-    stacked here; a stack never crosses its episode's beginning, before which there are zeros.
+    A window has up to K steps of one episode; what is missing on the right is zeros, with mask False. Argument
+    windows: "start", those that start at any of the N transitions, short at an episode's end; "end", those that
+    end at any of them, short at its beginning; "cover", short at both, so that each step is as frequent.
+    Goals join the states, which are normalised. Frames are stacked here; a stack never crosses its episode's
+    beginning, before which there are zeros.
     """
 
     def __init__(self, trajectories, context_len, device="cpu", rtg_scale=1.0, reward_scale=1.0,
-                 max_ep_len=None, goal=True):
+                 max_ep_len=None, goal=True, windows="start"):
         t = trajectories
-        self.discrete, self.K, self.max_ep_len = t.discrete, context_len, max_ep_len or t.max_ep_len
+        self.kind, self.discrete, self.K = windows, t.discrete, context_len
+        self.max_ep_len = max_ep_len or t.max_ep_len
         parts = [] if t.stack else [t.states] + [t.goals] * (goal and t.goal_dim > 0)
         S = sum(x.shape[1] for x in parts)
         self.sizes = [S, 1 if t.discrete else t.act_dim, 1, 1]
@@ -225,6 +227,7 @@ class Windows:
         rows = torch.arange(len(t))
         self.step = (rows - t.starts[:-1].repeat_interleave(t.lengths)).to(device)  # (N,): in its episode
         self.left = (t.starts[1:].repeat_interleave(t.lengths) - rows).to(device)   # (N,): steps to its end
+        self.begins = t.starts[:-1].to(device)      # (E,)
         self.offsets = torch.arange(context_len, device=device)
         self.back = torch.arange(1 - t.stack, 1, device=device)     # (C,): a stack's frames, oldest first
         self.device = self.step.device
@@ -233,13 +236,25 @@ class Windows:
         return len(self.step)
 
     def sample(self, batch_size, generator=None):
-        """A batch of windows that start at random transitions."""
-        return self.gather(torch.randint(len(self), (batch_size,), generator=generator, device=self.device))
+        """A batch of windows, each as likely as any other."""
+        N, K, size = len(self), self.K, None
+        short = len(self.begins) * (K - 1) * (self.kind == "cover")     # more windows, of 1 to K - 1 steps
+        index = torch.randint(N + short, (batch_size,), generator=generator, device=self.device)
+        if self.kind == "end":
+            size = self.step[index].clamp(max=K - 1) + 1
+            index = index - size + 1
+        elif short:
+            extra = index - N
+            size = torch.where(extra < 0, K, extra % (K - 1) + 1)
+            index = torch.where(extra < 0, index, self.begins[extra.clamp(min=0) // (K - 1)])
+        return self.gather(index, size)
 
-    def gather(self, index):
-        """The batch of windows that start at the transitions index (B,) int64."""
+    def gather(self, index, size=None):
+        """The batch of windows that start at the transitions index (B,) int64, of K or of size (B,) steps."""
         B, K = len(index), self.K
         mask = self.offsets < self.left[index][:, None]        # (B, K)
+        if size is not None:
+            mask &= self.offsets < size[:, None]
         # padding reads some later row, and is zeroed
         rows = (index[:, None] + self.offsets).clamp_(max=len(self) - 1).flatten()
         # index_select is several times as fast as table[rows] on a CPU

@@ -187,9 +187,12 @@ def make(spec, **kwargs):
 
 
 def sticky(spec, probability):
-    """An Atari game's spec with this chance that the emulator repeats an action; None for another spec."""
-    if isinstance(spec, dict) and spec["id"].startswith("ALE/"):
-        return spec | {"kwargs": spec.get("kwargs", {}) | {"sticky": probability}}
+    """The spec, with this chance that the emulator of an Atari game repeats an action. For no other spec."""
+    if not probability:
+        return spec
+    if not isinstance(spec, dict) or not spec["id"].startswith("ALE/"):
+        raise UserError("--sticky is for Atari games")
+    return spec | {"kwargs": spec.get("kwargs", {}) | {"sticky": probability}}
 
 
 def describe(env):

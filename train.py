@@ -202,7 +202,7 @@ class Run:
         self.device = config.pick_device(cfg.device)
         self.model = config.model_of(settings).to(self.device).train()
         self.windows = data.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
-                                    sizes.max_ep_len, sizes.goal != "none")
+                                    sizes.max_ep_len, sizes.goal != "none", cfg.windows)
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)     # draws batches alone
         self.optimizer = make_optimizer(self.model, cfg, self.device)
         self.step = make_step(self.model, self.windows, self.optimizer, cfg, self.generator)
@@ -327,7 +327,7 @@ def acting_facts(settings, t):
     return dict(
         model=cfg.model, env=t.dataset if cfg.env == "arrays" else cfg.env,
         dataset=t.dataset, source=t.source, layout=t.layout,
-        env_spec=envs.sticky(t.env_spec, cfg.sticky) or t.env_spec,
+        env_spec=envs.sticky(t.env_spec, cfg.sticky),
         goal=sizes.goal_dim > 0, goal_dim=None if sizes.goal == "none" else t.goal_dim,     # None: hidden
         state_shape=list(sizes.state_shape), act_dim=sizes.act_dim, max_ep_len=sizes.max_ep_len,
         rtg_scale=cfg.rtg_scale, reward_scale=cfg.reward_scale, clip_rewards=t.clip_rewards,
@@ -531,9 +531,8 @@ def begin(settings, trajectories=None):
     cfg, t = settings.train, trajectories
     env = envs.ENVS.get(cfg.env)
     config.pick_device(cfg.device)
-    atari_only = UserError("--sticky is for Atari games")
     if cfg.sticky and env and env.family != "atari":
-        raise atari_only
+        raise UserError("--sticky is for Atari games")
     if t is None:
         if cfg.env == "arrays":
             raise UserError("arrays of your own: train(trajectories) or train(trajectories, resume=folder)")
@@ -542,8 +541,6 @@ def begin(settings, trajectories=None):
         t = data.load(cfg.env, cfg.source, cfg.data, settings.model.goal != "none", cfg.transitions)
     if cfg.pct_traj < 1:
         t = t.top(cfg.pct_traj)
-    if cfg.sticky and envs.sticky(t.env_spec, cfg.sticky) is None:
-        raise atari_only
     settings = config.fitted(settings, t, t.source)
     config.check_model(settings)
     meta, notes, run_envs = acting_facts(settings, t), ["no evaluation"], []

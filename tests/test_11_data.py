@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import http.server
 import json
+import math
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import h5py
@@ -229,6 +231,38 @@ def test_every_transition_starts_a_window_equally_often():
         .long()
     )
     assert (counts - 20_000).abs().max() < 700
+
+
+@pytest.mark.parametrize("kind", ["start", "end", "cover"])
+@pytest.mark.parametrize("K", [1, 3])
+def test_windows_of_each_kind_are_those_listed_by_hand_and_equally_likely(kind, K):
+    """Episodes of 2 and of 5 steps. All windows, as (first step, last step), written out by a loop."""
+    lengths, expected, first = [2, 5], Counter(), 0
+    for n in lengths:
+        positions = range(n)        # of a window's first step, before its episode's where that is negative
+        if kind == "end":
+            positions = range(1 - K, n - K + 1)
+        elif kind == "cover":
+            positions = range(1 - K, n)
+        for position in positions:
+            expected[first + max(position, 0), first + min(position + K, n) - 1] += 1
+        first += n
+    t = Trajectories(np.arange(7.0)[:, None], np.zeros((7, 1)), np.zeros(7), lengths)
+    w, draws = Windows(t, K, windows=kind), 60_000
+    batch = w.sample(draws, torch.Generator().manual_seed(0))
+    number = (batch["states"][..., 0] * w.std + w.mean).round().long()      # of each step
+    last = number.gather(1, batch["mask"].sum(1, keepdim=True) - 1)[:, 0]
+    found = Counter(zip(number[:, 0].tolist(), last.tolist(), strict=True))
+    total = sum(expected.values())
+    assert found.keys() == expected.keys()
+    for window, count in expected.items():      # within five standard deviations of a multinomial draw
+        share = count / total
+        assert abs(found[window] - draws * share) < 5 * math.sqrt(draws * share * (1 - share)), window
+    assert (batch["mask"].long().diff() <= 0).all() and not batch["states"][~batch["mask"]].any()
+    assert torch.equal(batch["timesteps"][batch["mask"]], w.step[number[batch["mask"]]])
+    if kind == "cover":
+        steps = torch.bincount(number[batch["mask"]], minlength=7).double()
+        assert (steps / steps.mean() - 1).abs().max() < 0.05, "each step is as frequent as any other"
 
 
 def test_the_same_generator_draws_the_same_batches_and_leaves_torchs_own_alone():

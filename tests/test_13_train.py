@@ -158,7 +158,7 @@ def make_tiny_maze(tmp_path, monkeypatch, id="local/pointmaze/umaze-v0"):
     ("--run ../x", "the name of a folder"),
     ("--env kitchen-complete --source d4rl", "no file for kitchen-complete"),
     ("--env hopper-medium-replay --source minari", "Minari publishes no"),
-    ("--goal rtg --condition none --source local", "goal=rtg has no effect without the token"),
+    ("--goal rtg --condition none --source local", "goal=rtg has no effect without"),
     ("--steps none", "--steps takes a whole number, not 'none'"), ("--n_head 0", "--n_head must be in [1,"),
     ("--betas 0.9", "--betas takes two"), ("--dropout nan", "--dropout"),
     ("--seed -1", "--seed must be in [0,"), ("--targets nan", "--targets"),

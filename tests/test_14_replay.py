@@ -192,7 +192,9 @@ def test_sticky_actions_reach_the_games_made_here_a_minari_set_of_the_users_own_
     made = envs.sticky(t.env_spec, 0.25)
     assert made == {"id": "ALE/Breakout-v5", "kwargs": {"sticky": 0.25}} and t.env_spec["kwargs"] == {}
     assert "sticky 0.25" in envs.describe(envs.make(made))
-    assert envs.sticky({"id": "Hopper-v5", "kwargs": {}}, 0.25) is None and envs.sticky("{}", 0.25) is None
+    for other in ({"id": "Hopper-v5", "kwargs": {}}, "{}"):
+        with pytest.raises(UserError, match="--sticky is for Atari games"):
+            envs.sticky(other, 0.25)
     run = T.train(t, **SMALL | dict(sticky=0.25, size="small", out=str(tmp_path), steps=1, eval_episodes=0))
     assert run["meta"]["env_spec"] == made
 

@@ -355,7 +355,7 @@ SLIPS = [
     ("train --model lsdt --kernel 0", "kernel"), ("train --model dm --fixed_k 0", "fixed_k"),
     ("train --model starformer --env breakout --source local --patch 5", "patch=5"),
     ("train --model radt --cross_attention false --adaln false", "adaln"),
-    ("train --model dt --use_actions false --goal action", "goal=action has no effect without the token"),
+    ("train --model dt --use_actions false --goal action", "goal=action has no effect without"),
     ("train --model dt --mixer soft", "--mixer soft: choose from attention, direct"),
     ("train --run a/b", "--run a/b: the name of a folder in --out"),
     ("train --resume", "--resume: expected one argument"),
