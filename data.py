@@ -192,9 +192,9 @@ def episode_ends(terminals, timeouts):
 class Windows:
     """Training windows, gathered without a Python loop on the device where training runs.
 
-    A window has up to K steps of one episode; what is missing on the right is zeros, with mask False. Argument
-    windows: "start", those that start at any of the N transitions, short at an episode's end; "end", those that
-    end at any of them, short at its beginning; "cover", short at both, so that each step is as frequent.
+    A window has up to K steps of one episode; what is missing on the right is zeros, with mask False. With
+    windows="start" they start at any of the N transitions and are short at an episode's end; with "end" they
+    end at any and are short at its beginning; with "cover" both, so that each step is as frequent.
     Goals join the states, which are normalised. Frames are stacked here; a stack never crosses its episode's
     beginning, before which there are zeros.
     """
