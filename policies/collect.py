@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import envs
-from errors import UserError
+from errors import UserError, nearest
 from policies import players, screens
 from policies.players import BreakoutPlayer, Player, actor, ant, galloper, wanderer, waypoints
 
@@ -183,8 +183,10 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
     steps: transitions; the last episode is whole. The same (name, steps, seed) gives the same bits on any
     number of one machine's cores. policy: one of your own, played on one core: policy(env, rng), called when
     an episode has been reset, returns the function observation -> action.
-    Raises UserError for wrong steps or seed, and where an environment or a file can't be made.
+    Raises UserError for a wrong name, steps or seed, and where an environment or a file can't be made.
     """
+    if name not in SETS:
+        raise UserError(f"no set is called {name!r}; {nearest(name, SETS)}")
     chosen = SETS[name]
     steps = chosen.steps if steps is None else steps
     if steps < 1 or seed < 0:
