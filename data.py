@@ -195,12 +195,12 @@ class Windows:
     A window has up to K steps of one episode; what is missing on the right is zeros, with mask False. With
     windows="start" they start at any of the N transitions and are short at an episode's end; with "end" they
     end at any and are short at its beginning; with "cover" both, so that each step is as frequent.
-    Goals join the states, which are normalised. Frames are stacked here; a stack never crosses its episode's
-    beginning, before which there are zeros.
+    Goals join the states, which are normalised by their own mean and spread, or by others: normal. Frames are
+    stacked here; a stack never crosses its episode's beginning, before which there are zeros.
     """
 
     def __init__(self, trajectories, context_len, device="cpu", rtg_scale=1.0, reward_scale=1.0,
-                 max_ep_len=None, goal=True, windows="start"):
+                 max_ep_len=None, goal=True, windows="start", normal=None):
         t = trajectories
         self.kind, self.discrete, self.K = windows, t.discrete, context_len
         self.max_ep_len = max_ep_len or t.max_ep_len
@@ -209,15 +209,17 @@ class Windows:
         self.sizes = [S, 1 if t.discrete else t.act_dim, 1, 1]
         # one table for all numbers of a step: a batch is then one gather and not five
         x = torch.empty(len(t), sum(self.sizes))
-        self.mean = self.std = None
+        self.mean, self.std = normal or (None, None)
         if parts:
             torch.cat(parts, 1, out=x[:, :S])
+        if parts and not normal:
             columns = x[:, :S].unbind(1)        # one by one: no second copy of all in float64
             self.mean = torch.stack([c.double().mean() for c in columns]).float()
             std = torch.stack([c.double().std(correction=0) for c in columns]).float()
             size = torch.stack([c.abs().max() for c in columns])
             # a number that hardly varies for its size becomes 0, and not noise blown up
             self.std = torch.where(std <= 1e-4 * size, torch.inf, std)
+        if parts:
             x[:, :S].sub_(self.mean).div_(self.std).clamp_(-CLIP, CLIP)
         x[:, S:-2] = t.actions.view(len(t), -1)
         x[:, -2] = t.rewards / reward_scale

@@ -42,6 +42,7 @@ def rollout(
     sample=False,       # draw discrete actions instead of taking the likeliest
     generator=None,
     zero=(),            # rtg, states (the past ones), actions: what the model sees zeros instead of
+    record=None,        # n lists that get (state, goal, the model's action, counted reward) of each step
 ):
     """Play one episode in each environment, one batched act a step. A finished episode leaves the batch.
 
@@ -57,10 +58,11 @@ def rollout(
     result = {key: np.zeros(n) for key in ("return", "achieved", "length")} | {"success": np.full(n, np.nan)}
     resets = zip(envs, seeds, options or [None] * n, strict=True)
     observations = [env.reset(seed=int(seed), options=option)[0] for env, seed, option in resets]
-    rows, playing, history = np.arange(n), envs, {}     # what still plays, and its last K steps
+    rows, playing, history = np.arange(n), envs, {}     # what still plays, and its last steps
+    context = meta.get("act_context") or model.cfg.context_len
     for t in range(longest):
         state, goal = zip(*(observe(seen, meta["layout"]) for seen in observations), strict=True)
-        state = np.array(state)
+        seen = state = np.array(state)
         if meta["layout"]["stack"]:
             past = torch.zeros(n, *meta["state_shape"], dtype=torch.uint8)
             if t:
@@ -82,13 +84,14 @@ def rollout(
         )
         for key, x in step.items():
             x = x.to(device)[:, None]
-            history[key] = torch.cat([history.get(key, x[:, :0]), x], 1)[:, -model.cfg.context_len:]
+            history[key] = torch.cat([history.get(key, x[:, :0]), x], 1)[:, -context:]
         for key in zero:
             history[key][:, :-1] = 0
 
         action = model.act(**history, sample=sample, generator=generator)
         history["actions"][:, -1] = action
         action = action.cpu()
+        chosen = action.numpy()
         check_finite(action, f"the model's action at step {t}")
         if low is None:
             action = (action + meta["action_start"]).tolist()
@@ -102,6 +105,8 @@ def rollout(
         check_finite(reward, f"the environment's reward at step {t}")
         counted = reward.clip(-1, 1) if meta["clip_rewards"] else reward
         history["rewards"][:, -1, 0] = torch.from_numpy(counted / meta["reward_scale"])
+        for i, row in enumerate(rows if record else ()):
+            record[row].append((seen[i], goal[i], chosen[i], counted[i]))
         result["return"][rows] += reward
         result["achieved"][rows] += counted
         result["length"][rows] += 1
@@ -275,10 +280,11 @@ def plot_curve(rows, path):
     """The loss, and the returns from the last start, against updates. rows: those of a Run."""
     from matplotlib.figure import Figure
     fig = Figure(figsize=(9, 3.6), layout="constrained")
-    left = fig.add_subplot(1, 2, 1, xlabel="update", ylabel="loss", yscale="log")
+    left = fig.add_subplot(1, 2, 1, xlabel="update", ylabel="loss")
     right = fig.add_subplot(1, 2, 2, xlabel="update", ylabel="achieved return (dotted: asked for)")
     loss = [(r["step"], r["loss"]) for r in rows if "loss" in r]
     left.plot(*zip(*loss, strict=True))
+    left.set_yscale("log" if min(x for _, x in loss) > 0 else "linear")     # a density's loss may be negative
     played = [r for r in rows if r.get("checkpoint") == "last"]
     played = [r for r in played if r["start"] == played[-1]["start"]]
     for target in sorted({r["target"] for r in played}, reverse=True):
@@ -334,7 +340,8 @@ def load_run(run, which="last", device="cpu"):
         meta = state["meta"]
         module = model_module(meta["model"])
         model = module.Model(module.Config(**state["settings"]["model"]))
-        model.load_state_dict(state["model"])
+        # of online.py's policies, only what the mean action or likeliest choice needs
+        model.load_state_dict({key: x for key, x in state["model"].items() if "stochastic" not in key})
     except Exception as error:      # torch raises what the damage happens to cause
         raise UserError(f"{file} cannot be read as a checkpoint of this project ({short(error)})") from error
     return model.to(device).eval(), meta

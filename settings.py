@@ -4,9 +4,13 @@ The first of these that names a value decides: the command line; the presets "sm
 "small" (--size small, the default without a GPU); the environment's preset, its family's, "*"; the default of
 the field. What the data decide is filled in when they are loaded. 'python train.py --show' prints all.
 """
+import ast
 import dataclasses
+import functools
+import hashlib
 import importlib
 import inspect
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,26 +63,27 @@ class TrainConfig:
 
 # What numbers may be, in TrainConfig and in the models' Config alike. All others must be finite.
 RANGES = {
-    "[0, inf)": "weight_decay warmup eval_every k_cost timestep_std",
+    "[0, inf)": "weight_decay warmup eval_every k_cost timestep_std temperature eta",
     "(0, inf)": "clip",
-    "[0, 1]": "lr_floor conv_ratio",
+    "[0, 1]": "lr_floor conv_ratio gamma",
     "(0, 1]": "pct_traj",
     "[0, 1)": "betas sticky dropout attn_dropout conv_dropout",
-    "(0, 10]": "lr",
+    "(0, 10]": "lr temperature_lr",
     "[0, 1000000]": "seed eval_episodes",
     "[1, 100]": "n_layer",
-    "[1, 10000]": "context_len d step_d n_head step_heads patch",
+    "[1, 10000]": "context_len d step_d n_head step_heads patch act_context rollouts copies critic_d",
     "[1, 1000000]": "batch_size episodes",
     "[1, 10000000]": "max_ep_len",
-    "[1, inf)": "transitions steps window kernel",
+    "[1, inf)": "transitions steps window kernel env_steps updates buffer eval_rounds",
     "[1e-06, 1e+30]": "rtg_scale reward_scale",
-    "(-1e+30, 1e+30)": "targets",
+    "(-1e+30, 1e+30)": "targets explore",
 }
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides a run; it never changes."""
+    TRAIN, PRESETS = TrainConfig, {}    # online.py has more settings, and {model: presets} after the model's
     train: TrainConfig
     model: object       # the model's Config
     origin: dict            # {field: where its value comes from}
@@ -94,16 +99,16 @@ class Settings:
             raise UserError("--betas takes two numbers")
         if values["run"] != Path(values["run"]).name:
             raise UserError(f"--run {values['run']}: the name of a folder in --out is needed")
-        train = {f.name: values[f.name] for f in dataclasses.fields(TrainConfig)}
+        train = {f.name: values[f.name] for f in dataclasses.fields(cls.TRAIN)}
         config = model_module(values["model"]).Config
-        return cls(TrainConfig(**train), config(**{k: values[k] for k in values.keys() - train}), origin)
+        return cls(cls.TRAIN(**train), config(**{k: values[k] for k in values.keys() - train}), origin)
 
     def values(self):
         return vars(self.train) | vars(self.model)
 
     def replace(self, source, **new):
         """The same with these values, which come from source."""
-        return Settings.of(self.values() | new, self.origin | dict.fromkeys(new, source))
+        return self.of(self.values() | new, self.origin | dict.fromkeys(new, source))
 
     def describe(self):
         """A line for each place that values come from."""
@@ -123,9 +128,18 @@ def check_range(key, x):
 
 
 def model_module(name):
-    if name not in MODELS:
+    """A file of models/; or for "qt-dt", what qt.py makes of one."""
+    method, trunk = parts_of(name)
+    if trunk not in MODELS:
         raise UserError(f"no model is called {name!r}; {nearest(str(name), MODELS)}")
-    return importlib.import_module(f"models.{name}")
+    module = importlib.import_module(f"models.{trunk}")
+    return importlib.import_module(method).around(module) if method else module
+
+
+def parts_of(name):
+    """("qt", "dt") of "qt-dt"; ("", "dt") of "dt"."""
+    trunk = str(name).removeprefix("qt-")
+    return "qt" * (trunk != name), trunk
 
 
 def model_of(settings):
@@ -163,11 +177,11 @@ def pick_device(name):
 
 # ------------------------------------------------------------------- where values come from
 
-def resolve(given):
-    """Settings from {field: value}, on top of the model's PRESETS. Raises UserError for what is wrong."""
+def resolve(given, kind=Settings):
+    """Settings of a kind from {field: value}, on top of PRESETS. Raises UserError for what is wrong."""
     name = given.get("model", TrainConfig.model)
     module = model_module(name)
-    fields = {f.name: f for config in (TrainConfig, module.Config) for f in dataclasses.fields(config)}
+    fields = {f.name: f for config in (kind.TRAIN, module.Config) for f in dataclasses.fields(config)}
     for key in given:
         if key not in fields:
             raise UserError(f"{name} has no setting {key!r}; {nearest(key, fields)}")
@@ -180,8 +194,7 @@ def resolve(given):
     if env != "arrays" and not env.startswith("minari:"):       # those are data that no paper had
         stack = envs.get_env(env).stack
         presets += [envs.get_env(env).family, env]
-    if size == "small":
-        presets += ["small", "small-frames"] if stack else ["small"]
+    small = ["small", "small-frames"][:1 + (stack > 0)] if size == "small" else []
 
     values, origin = {}, {}
 
@@ -191,13 +204,14 @@ def resolve(given):
     put({key: f.default for key, f in fields.items()}, "default")
     if "env" not in given:
         put({"source": "local"}, "default without --env")
-    for preset in presets:
-        put(module.PRESETS.get(preset, {}), f'preset "{preset}"')
-        for switch in [key for key, x in (values | given).items() if x is True]:
-            both = f"{preset} {switch}"     # with --hybrid, "atari hybrid" follows "atari"
-            put(module.PRESETS.get(both, {}), f'preset "{both}"')
+    for group, table in itertools.product((presets, small), (module.PRESETS, kind.PRESETS.get(name, {}))):
+        for preset in group:
+            put(table.get(preset, {}), f'preset "{preset}"')
+            for switch in [key for key, x in (values | given).items() if x is True]:
+                both = f"{preset} {switch}"     # with --hybrid, "atari hybrid" follows "atari"
+                put(table.get(both, {}), f'preset "{both}"')
     put(given, "command line")
-    return Settings.of(values | {"size": size}, origin)
+    return kind.of(values | {"size": size}, origin)
 
 
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -250,21 +264,80 @@ def fitted(settings, facts, source="auto"):
     return settings.replace("data", **new)
 
 
+# ------------------------------------------------------------------- what else decides a run's numbers
+
+DECIDE = {      # of these files, these parts; of the model's all but its presets and its demo
+    "data.py": "episode_ends Trajectories.top Windows",
+    "envs.py": "make sticky flat observe",
+    "eval.py": "rollout evaluate",
+    "settings.py": "model_of fitted",
+    "train.py": "learning_rate set_learning_rate make_optimizer make_step captured choose_targets "
+                "Run.__init__ Run.update Run.play",
+}
 
 
-def parse(argv, parser):
+def code_of(model, env, now=False):
+    """{file, or the environment's name: eight digits} of the code that decides numbers beside the settings.
+
+    They are the same for every version of Python, whatever comments and docstrings say. A process keeps
+    those that it saw first, since that is the code that it loaded; now: those of the files as they are.
+    """
+    method, trunk = parts_of(model)
+    root, names = Path(__file__).parent, DECIDE | {f"models/{trunk}.py": ""}
+    if method:
+        names[f"{method}.py"] = ""
+    code = {}
+    for file, parts in names.items():
+        changed = (root / file).stat().st_mtime_ns if now else None
+        code[file] = digits_of(root / file, parts, changed)
+    if env in envs.ENVS:
+        code[env] = hashlib.sha1(repr(envs.ENVS[env]).encode()).hexdigest()[:8]
+    return code
+
+
+@functools.cache
+def digits_of(path, names, changed=None):
+    parts = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        name = getattr(node, "name", "")
+        if not names and not isinstance(node, ast.If) and not ast.unparse(node).startswith("PRESETS"):
+            parts.append(node)
+        elif name in names.split():
+            parts.append(node)
+        elif isinstance(node, ast.ClassDef):
+            parts += [x for x in node.body if f"{name}.{getattr(x, 'name', '')}" in names.split()]
+    return hashlib.sha1(repr(bare(parts)).encode()).hexdigest()[:8]
+
+
+def bare(node):
+    """A syntax tree as nested lists, without docstrings and without places in the file."""
+    if isinstance(node, list):
+        return [bare(x) for x in node
+                if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    if isinstance(node, ast.AST):
+        fields = [(key, bare(x)) for key, x in ast.iter_fields(node) if x is not None and x != []]
+        return [type(node).__name__, fields]
+    return node
+
+
+# ------------------------------------------------------------------- the command line
+
+def parse(argv, parser, train=TrainConfig):
     """({name: value} of the parser's own options, {field: value}) from a command line.
 
-    The parser gets a flag for each field of TrainConfig and of the model's Config, whose comment is its help.
+    The parser gets a flag for each field of train and of the model's Config, whose comment is its help.
     """
     first = Parser(add_help=False)
     first.add_argument("--model", default=TrainConfig.model)
     name = first.parse_known_args(argv)[0].model
     own = {action.dest for action in parser._actions}
-    for title, config in (("training", TrainConfig), (name, model_module(name).Config)):
+    for title, config in (("training", TrainConfig), ("more", train), (name, model_module(name).Config)):
         group = parser.add_argument_group(title)
-        comments = dict(re.findall(r"\n    (\w+):[^#\n]*#\s*(.*)", inspect.getsource(config)))
+        source = "".join(inspect.getsource(kind) for kind in config.__mro__[-2::-1])
+        comments = dict(re.findall(r"\n    (\w+):[^#\n]*#\s*(.*)", source))
         for field in dataclasses.fields(config):
+            if "--" + field.name in parser._option_string_actions:      # inherited
+                continue
             kind = str(field.type)
             count = dict(nargs="+") if "tuple" in kind else {}
             if "bool" in kind:

@@ -93,7 +93,10 @@ def work(given, folder):
 def failure(error, given, folder):
     """The result of a run that failed. It is kept where the run would fail again."""
     cfg = config.resolve(given).train
-    result = dict(model=cfg.model, env=cfg.env, seed=cfg.seed, rows=[], error=short(error))
+    result = dict(
+        model=cfg.model, env=cfg.env, dataset=cfg.env, source=cfg.source, seed=cfg.seed, steps=cfg.steps,
+        seconds=0.0, machine="", date=time.strftime("%Y-%m-%d"), code=config.code_of(cfg.model, cfg.env),
+        asked=None, rows=[], error=short(error))
     if isinstance(error, train.Diverged):
         folder.mkdir(exist_ok=True)
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
@@ -354,7 +357,7 @@ def summary(results):
     lines = [["set", "runs", "seeds", "start", "target", "return", "score", "success", "|target - achieved|",
               "rank correlation"]]
     for first, runs in groups.items():
-        ranks = {start: interval([a["rank_correlation"] for a in each], 2)
+        ranks = {start: interval([np.mean([a["rank_correlation"] for a in each])], 2)
                  for start, each in alignments([run["rows"] for run in runs])}
         shown = [run["rows"] if len(groups) == 1 else [headline(run)] for run in runs]
         for rows in zip(*shown, strict=True):

@@ -89,7 +89,7 @@ def make_step(model, windows, optimizer, cfg, generator):
     loss_of = torch.compile(model.loss) if cfg.compile else model.loss
     clipped = {}        # one norm for all that share a learning rate: a part with its own shrinks no other
     for group in optimizer.param_groups:
-        clipped.setdefault(group.get("lr_scale", 1.0), []).extend(group["params"])
+        clipped.setdefault((group.get("lr_scale", 1.0), group.get("part")), []).extend(group["params"])
 
     def step():
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda and bool(cfg.amp)):
@@ -195,14 +195,14 @@ class Run:
     log.csv, one for each logged update and each (update, target) of an evaluation. They hold no clock:
     a resumed run writes the very file of an uninterrupted one.
     """
+    SETTINGS, SAVED, Windows = config.Settings, SAVED, data.Windows     # online.py and qt.py have others
 
     def __init__(self, settings, trajectories, meta):
-        t, cfg, sizes = trajectories, settings.train, settings.model
+        t, cfg = trajectories, settings.train
         self.settings, self.cfg, self.folder = settings, cfg, None
         self.device = config.pick_device(cfg.device)
-        self.model = config.model_of(settings).to(self.device).train()
-        self.windows = data.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
-                                    sizes.max_ep_len, sizes.goal != "none", cfg.windows)
+        self.model = self.make_model().to(self.device).train()
+        self.windows = self.windows_of(t)
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)     # draws batches alone
         self.optimizer = make_optimizer(self.model, cfg, self.device)
         self.step = make_step(self.model, self.windows, self.optimizer, cfg, self.generator)
@@ -211,6 +211,14 @@ class Run:
         self.fingerprint = [t.dataset, t.source, len(t), *(zlib.crc32(x.numpy()) for x in arrays)]
         self.done, self.best, self.rows, self.envs, self.seconds = 0, None, [], [], 0.0
         self.loss, self.sums, self.count = math.nan, {}, 0      # the last logged loss, and sums since
+
+    def make_model(self):
+        return config.model_of(self.settings)
+
+    def windows_of(self, t, **more):
+        cfg, sizes = self.cfg, self.settings.model
+        return self.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
+                            sizes.max_ep_len, sizes.goal != "none", cfg.windows, **more)
 
     def load(self, state):
         """Go on from what save() wrote. Raises UserError if the data are not those of its beginning."""
@@ -221,9 +229,12 @@ class Run:
             self.model.load_state_dict(state["model"])
             groups = self.optimizer.state_dict()["param_groups"]    # those of this device, not of the run's
             self.optimizer.load_state_dict(dict(state=state["optimizer"], param_groups=groups))
-            for key in SAVED:
+            for key in self.SAVED:
                 setattr(self, key, state[key])
             self.sums = {key: x.to(self.device) for key, x in self.sums.items()}
+            old, code = state["meta"].get("code", {}), self.meta["code"]
+            self.meta["code"] = {file: x if x == old.get(file) else f"{old.get(file)}+{x}"
+                                 for file, x in code.items()}     # of both parts
             torch.set_rng_state(state["torch_rng"])
             cuda = self.device.type == "cuda"
             if cuda == (state["cuda_rng"] is not None):
@@ -242,7 +253,7 @@ class Run:
         state = dict(model=self.model.state_dict(), settings=settings, meta=self.meta)
         if which == "last":
             self.write_log()
-            state |= {key: getattr(self, key) for key in SAVED} | dict(
+            state |= {key: getattr(self, key) for key in self.SAVED} | dict(
                 optimizer=self.optimizer.state_dict()["state"], generator=self.generator.get_state(),
                 torch_rng=torch.get_rng_state(), cuda_rng=None)
             if self.device.type == "cuda":
@@ -336,7 +347,8 @@ def acting_facts(settings, t):
         # D4RL's score of AntMaze is the success rate; here its episodes go on after success
         ref=env.ref if env and env.family != "antmaze" else None,
         starts=env.starts if env else {"random": None},
-        sample=cfg.sample, seed=cfg.seed, step=0, versions=versions, plan=[], headline=None)
+        sample=cfg.sample, seed=cfg.seed, step=0, versions=versions, plan=[], headline=None,
+        code=config.code_of(cfg.model, cfg.env))
 
 
 def choose_targets(settings, t, env):
@@ -393,7 +405,7 @@ def signals():
 MAY_CHANGE = {"device", "data", "amp", "graph", "compile"}        # what may change when a run goes on
 
 
-def read_checkpoint(folder, given):
+def read_checkpoint(folder, given, kind=config.Settings):
     """(settings, state) of a run to go on with. Raises UserError if it cannot be."""
     file = folder / "last.pt"
     if not file.is_file():
@@ -403,7 +415,7 @@ def read_checkpoint(folder, given):
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
         parts, _ = state["settings"], state["optimizer"]
-        settings = config.Settings.of(parts["train"] | parts["model"], parts["origin"])
+        settings = kind.of(parts["train"] | parts["model"], parts["origin"])
     except Exception as error:      # torch raises what the damage happens to cause
         raise UserError(f"{file} cannot be read ({short(error)})") from error
     hints = typing.get_type_hints(config.TrainConfig)
@@ -412,18 +424,19 @@ def read_checkpoint(folder, given):
 
 
 @contextlib.contextmanager
-def started(trajectories=None, resume=None, **given):
-    """A Run, begun or resumed, whose folder no other process writes to; see train()."""
+def started(trajectories=None, resume=None, kind=Run, **given):
+    """A Run or another kind of it, begun or resumed, whose folder no other process writes to; see train()."""
     with contextlib.ExitStack() as stack:
         if resume:
             folder = Path(resume).expanduser()
             folder = folder.parent if folder.suffix == ".pt" else folder
             if folder.is_dir():
                 stack.enter_context(hold(folder))
-            settings, state = read_checkpoint(folder, given)
+            settings, state = read_checkpoint(folder, given, kind.SETTINGS)
         else:
-            settings = config.resolve(given if trajectories is None else {"env": "arrays"} | given)
-        run, text = begin(settings, trajectories)
+            given = given if trajectories is None else {"env": "arrays"} | given
+            settings = config.resolve(given, kind.SETTINGS)
+        run, text = begin(settings, trajectories, kind)
         run.folder = folder if resume else new_folder(run.cfg)      # not before all of the above has worked
         if resume:
             run.load(state)
@@ -493,8 +506,8 @@ def advance(run):
                 print(f"update {run.done:6,}  {loss}  {speed:.1f} updates/s", flush=True)
 
 
-def finish(run):
-    """Evaluate a trained run; write tables, pictures and result.json. Returns what train() returns."""
+def finish(run, **more):
+    """Evaluate a trained run; write tables, pictures and result.json, with more. Returns what train() does."""
     began, folder, headline = time.perf_counter(), run.folder, run.meta["headline"]
     text = (f"{title(run.meta)}, seed {run.cfg.seed}\n"
             f"trained in {run.seconds:.0f} s on {machine(run.device)}")
@@ -517,16 +530,17 @@ def finish(run):
     run.write_log()
     plot_curve(run.rows, folder / "curve.png")
     meta = run.meta | dict(step=run.done)
-    result = {key: meta[key] for key in ("model", "env", "dataset", "source", "seed", "versions")} | dict(
+    facts = {key: meta[key] for key in ("model", "env", "dataset", "source", "seed", "versions", "code")}
+    result = facts | dict(
         steps=run.done, asked=headline, seconds=round(run.seconds + time.perf_counter() - began, 1),
-        machine=machine(run.device), date=time.strftime("%Y-%m-%d"), rows=rows, best_rows=best_rows)
+        machine=machine(run.device), date=time.strftime("%Y-%m-%d"), rows=rows, best_rows=best_rows) | more
     write_atomically(folder / "result.json",
                      lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
     print(f"\n{text}\n{result['seconds']:.0f} s in all; {folder} holds {files}", flush=True)
     return result | dict(run=folder, meta=meta)
 
 
-def begin(settings, trajectories=None):
+def begin(settings, trajectories=None, kind=Run):
     """(a Run without a folder, a text about its data and targets). Collects or downloads the data."""
     cfg, t = settings.train, trajectories
     env = envs.ENVS.get(cfg.env)
@@ -557,7 +571,7 @@ def begin(settings, trajectories=None):
                      "later steps share the last one")
     if rows > 30_000:
         notes.append(f"note: the timestep table has {rows:,} rows; --max_ep_len N lets later steps share one")
-    run = Run(settings, t, meta)
+    run = getattr(config.model_module(cfg.model), "Run", kind)(settings, t, meta)       # qt.py's, if it is QT
     run.envs = run_envs
     windows = f"{run.cfg.batch_size} windows of {run.settings.model.context_len} steps"
     numbers = sum(p.numel() for p in run.model.parameters())

@@ -1,7 +1,7 @@
 """What the notebooks share: runs that are kept and found again, tables, pictures.
 
-A notebook begins with lab.begin(name, scale). A section is then a call of compare(): it trains what is not
-there yet, prints a table, and adds a row for each target to results/<name>.csv. Scales:
+A notebook begins with lab.begin(name, scale). A section is then a call of compare(): it finds finished runs,
+trains the others, and prints a table. Scales:
 
     smoke   seconds, for tests: 3 updates on random play, episodes of 10 steps; it shows that everything runs
     local   minutes on 2 CPU cores: the small presets on data regenerated here. trained=True: three seeds and
@@ -9,9 +9,10 @@ there yet, prints a table, and adds a row for each target to results/<name>.csv.
     paper   the papers' data, presets and seeds: hours on a GPU, printed before they begin
 
 Runs are kept in runs/notebooks/<scale>/, by model, environment, settings and seed; all notebooks share them.
+Tables' rows and pictures go to results/ in there. Results that come with the project, in notebooks/results/
+and docs/, are taken first, and written by commit_results() alone. See records.py.
 """
 import contextlib
-import csv
 import functools
 import inspect
 import io
@@ -35,8 +36,10 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import released  # noqa: E402 (found once the repository's folder is on the path)
+import records  # noqa: E402 (found once the repository's folder is on the path)
+import released  # noqa: E402
 from maps import attention_maps, filters, gates, group_maps, kernel_maps  # noqa: E402, F401 (for notebooks)
+from records import COLUMNS, expected, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
 import envs  # noqa: E402
@@ -51,24 +54,24 @@ SCALES = dict(
     smoke="3 updates on random play, so no number below means anything",
     local="small sizes on data regenerated here: scores compare with each other, never with a paper's table",
     paper="the papers' data, sizes and seeds")
-here = SimpleNamespace(name="", scale="local", rows=[])     # the notebook that runs
+# the notebook that runs; own: folders of runs for which the project's result is not taken
+here = SimpleNamespace(name="", scale="local", own=set())
 # ms of an update of the papers' size on one NVIDIA H100 (docs/speed.md), vectors and frames
 MS = dict(dt=(1.3, 7.0), dc=(0.9, 3.8), lsdt=(1.9, 13.1), radt=(2.2, 13.2), starformer=(4.1, 48.3),
           dm=(12.2, 12.4))
-COLUMNS = (
-    "id label model env dataset source settings scale trained seed start target headline episodes "
-    "return_mean return_std score success abs_error steps seconds machine date").split()
+
+LOADED = {model: settings.code_of(model, "") for model in settings.MODELS}     # before anyone edits a file
 
 
 # ------------------------------------------------------------------- scales
 
 def begin(name, scale):
     """Start a notebook; the environment variable SCALE wins over its scale."""
-    here.name, here.scale, here.rows = name, os.environ.get("SCALE") or scale, []
+    here.name, here.scale, here.own = name, os.environ.get("SCALE") or scale, set()
     if here.scale not in SCALES:
         raise ValueError(f"SCALE={here.scale!r}: choose from {', '.join(SCALES)}")
     torch.set_float32_matmul_precision("high")
-    show(f"**Scale `{here.scale}`**: {SCALES[here.scale]}. {train.machine(settings.pick_device("auto"))}, "
+    show(f"**Scale `{here.scale}`**: {SCALES[here.scale]}. {train.machine(settings.pick_device('auto'))}, "
          f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}.")
 
 
@@ -77,16 +80,17 @@ def pick(smoke=None, local=None, paper=None):
     return dict(smoke=local if smoke is None else smoke, local=local, paper=paper)[here.scale]
 
 
-def load(name, source="auto", folder="", goal=True, transitions=500_000):
+def load(name, source="auto", folder="", goal=True, transitions=500_000, scale=None):
     """data.load(); a few episodes of random play where nothing can be regenerated, and at scale smoke."""
-    if source == "local" and (here.scale == "smoke" or data.local_id(name) is None):
-        return random_play(name, here.scale == "smoke")
+    smoke = (scale or here.scale) == "smoke"
+    if source == "local" and (smoke or data.local_id(name) is None):
+        return random_play(name, smoke)
     return data.load(name, source, folder, goal, transitions)
 
 
 @functools.cache
 def random_play(name, smoke):
-    """Trajectories of actions drawn at random: an environment's shapes and bounds, and nothing to learn.
+    """Trajectories of actions drawn at random: an environment's shapes, and nothing to learn.
 
     smoke: episodes of 10 steps, here and where the model will act.
     """
@@ -121,16 +125,41 @@ def random_play(name, smoke):
 # ------------------------------------------------------------------- runs
 
 class Run:
-    """A finished run: label, env, seed, settings (as given), cfg (TrainConfig), folder; what keep() wrote."""
+    """A finished run: its result, label, settings as given, spec (see values_of), cfg and folder.
 
-    def __init__(self, label, env, seed, given, cfg, folder, trained=False):
-        vars(self).update(json.loads((folder / "result.json").read_text(encoding="utf-8")))
-        vars(self).update(label=label, env=env, seed=seed, settings=given, cfg=cfg, folder=folder,
-                          trained=trained or here.scale == "paper")
+    One that diverged has an error, and one row of NaN.
+    """
+
+    def __init__(self, label, spec, given, result, trained):
+        vars(self).update(dict(code={}, kept={}, log_csv=None) | result)
+        if "error" in result:
+            nan = dict.fromkeys("target return_mean length abs_error achieved_mean".split(), math.nan)
+            self.rows = [dict.fromkeys(COLUMNS) | nan | dict(start="random", episodes=1, achieved=[math.nan])]
+        self.label, self.spec, self.settings, self.scale = label, spec, given, here.scale
+        self.folder, self.cfg = folder_of(spec), settings.resolve(bare(spec)).train
+        self.trained = trained or here.scale == "paper"
+        code = settings.code_of(self.model, self.env)
+        self.differs = [file for file, x in code.items() if self.code.get(file) != x]
+        with contextlib.suppress(FileNotFoundError):
+            self.kept = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8")) | self.kept
+
+    def keep(self, name, compute):
+        """compute(), or what it gave before. It stays, and is committed, with the run."""
+        if name not in self.kept:
+            self.kept[name] = compute()
+            many.beside(self.folder, "").parent.mkdir(parents=True, exist_ok=True)
+            records.write_json(many.beside(self.folder, "json"), self.kept)
+        return self.kept[name]
 
     @functools.cached_property
     def checkpoint(self):
-        return player.load_run(self.folder, device=settings.pick_device("auto"))
+        """(model, meta) of weights/, of the run's folder, or else trained now."""
+        folder = records.weights(ROOT, self.folder.name) if self.log_csv else None
+        folder = folder or self.folder
+        if not (folder / "last.pt").is_file():
+            print(f"{folder.name} comes without weights: training it, about {self.seconds / 60:.0f} minutes")
+            learn(self.spec)
+        return player.load_run(folder, device=settings.pick_device("auto"))
 
     net = property(lambda self: self.checkpoint[0])
     meta = property(lambda self: self.checkpoint[1])
@@ -138,16 +167,17 @@ class Run:
     @functools.cached_property
     def log(self):
         """The rows of log.csv, as text."""
-        with open(self.folder / "log.csv", newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+        return records.lines(self.log_csv or records.log_csv(self.folder))
+
+    def data(self, goal=True):
+        return load(self.env, self.cfg.source, self.cfg.data, goal, self.cfg.transitions, self.scale)
 
     @functools.cached_property
     def windows(self):
         """The data that it learnt from, as the model sees them."""
-        meta, cfg = self.meta, self.cfg
-        t = load(self.env, cfg.source, cfg.data, meta["goal"], cfg.transitions)
-        if cfg.pct_traj < 1:
-            t = t.top(cfg.pct_traj)
+        meta, t = self.meta, self.data(self.meta["goal"])
+        if self.cfg.pct_traj < 1:
+            t = t.top(self.cfg.pct_traj)
         return data.Windows(t, self.net.cfg.context_len, "cpu", meta["rtg_scale"], meta["reward_scale"],
                             meta["max_ep_len"], meta["goal"])
 
@@ -160,7 +190,7 @@ class Run:
 
     def best_return(self):
         """The largest return of an episode of that data."""
-        return float(self.windows.table[self.windows.step == 0, -1].max()) * self.meta["rtg_scale"]
+        return self.keep("best return", lambda: float(self.data().returns.max()))
 
     def headline(self):
         """The row that stands for the run: at its headline target, from the first start that has it."""
@@ -175,14 +205,16 @@ class Run:
         start = self.rows[-1]["start"]
         episodes = episodes or pick(smoke=1, local=10, paper=100)
         plan = [(start, float(x), episodes) for x in targets or [self.asked]]
-        return player.evaluate(self.net, self.meta, plan, self.seed, None, self.meta["sample"], zero)
+        name = " ".join([f"play {episodes} {start}", *(f"{x:.4g}" for _, x, _ in plan), *zero])
+        return self.keep(name, lambda: player.evaluate(
+            self.net, self.meta, plan, self.seed, None, self.meta["sample"], zero))
 
 
 def published(env):
     """The source of a set at scale paper.
 
-    The papers' own; but Minari's of kitchen, and of mazes, whose D4RL coordinates no environment here has.
-    Nobody publishes frames of DMC: there, your own agent's under the set's name, or the stand-in set.
+    The papers' own; but Minari's of kitchen, and of mazes, whose D4RL coordinates nothing here has.
+    Nobody publishes frames of DMC: there, your own under the set's name, or the stand-in set.
     """
     fact = envs.ENVS[env]
     if fact.family in ("maze2d", "antmaze") or not (fact.d4rl or fact.stack):
@@ -191,11 +223,11 @@ def published(env):
 
 
 def values_of(env, seed, trained, given):
-    """{field: value} of a run at this scale."""
+    """{field: value} of a run at this scale, and its quirk (see released.py), if there is one."""
     frames = envs.ENVS[env].stack > 0
-    base, forced = dict(size="small", source="local", eval_every=0), {}
+    base, forced = dict(model="dt", size="small", source="local", eval_every=0), {}
     if here.scale == "paper":
-        base = dict(size="paper", source=published(env))
+        base = dict(model="dt", size="paper", source=published(env))
     elif here.scale == "smoke":
         base |= dict(n_head=1, context_len=2) if frames else {}
         forced = dict(steps=3, batch_size=4, d=32, warmup=1, targets=(1.0,), eval_episodes=1, eval_every=0)
@@ -205,15 +237,27 @@ def values_of(env, seed, trained, given):
     return base | given | forced | dict(env=env, seed=seed)
 
 
-def folder_of(values, quirk=None):
-    """Where a run is kept. Its name is made of all of its settings, so a changed preset makes another run."""
-    return ROOT / "runs" / "notebooks" / here.scale / "-".join(filter(None, [many.name_of(values), quirk]))
+def bare(spec):
+    return {key: x for key, x in spec.items() if key != "quirk"}
 
 
-def run(env, seed=0, label="", trained=False, quirk=None, **given):
-    """Train, or find again, one run. given: settings as on the command line; quirk: see released.py."""
-    values = values_of(env, seed, trained, given)
-    folder, resolved = folder_of(values, quirk), settings.resolve(values)
+def folder_of(spec):
+    """Where a run is kept. All of its settings make its name, so a changed preset makes another run."""
+    name = "-".join(filter(None, [many.name_of(bare(spec)), spec.get("quirk")]))
+    return ROOT / "runs" / "notebooks" / here.scale / name
+
+
+def found(spec):
+    """The result of a finished run, or None: the project's, or this machine's, rather one of today's code."""
+    folder, code = folder_of(spec), settings.code_of(spec["model"], spec["env"])
+    stored = None if here.scale == "smoke" or folder in here.own else records.committed(ROOT).get(folder.name)
+    results = filter(None, [stored, many.finished(folder)])
+    return min(results, key=lambda x: x.get("code") != code, default=None)
+
+
+def learn(spec):
+    """Train one run, or go on with it; returns its result."""
+    folder, resolved = folder_of(spec), settings.resolve(bare(spec))
     cfg = resolved.train
     many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(many.beside(folder, "lock")):       # another notebook may be at the very run
@@ -221,14 +265,59 @@ def run(env, seed=0, label="", trained=False, quirk=None, **given):
             if folder.is_dir() and not (folder / "last.pt").is_file():     # stopped before a checkpoint
                 shutil.rmtree(folder)
             text = open(many.beside(folder, "txt"), "a", encoding="utf-8")
-            with text, contextlib.redirect_stdout(text), released.quirks(quirk):
-                t = load(env, cfg.source, cfg.data, resolved.model.goal != "none", cfg.transitions)
-                train.train(t, **many.how(values, folder))
-    given |= {"quirk": quirk} if quirk else {}
-    return Run(label or folder.name, env, seed, given, cfg, folder, trained)
+            with text, contextlib.redirect_stdout(text), released.quirks(spec.get("quirk")):
+                t = load(cfg.env, cfg.source, cfg.data, resolved.model.goal != "none", cfg.transitions)
+                try:
+                    train.train(t, **many.how(bare(spec), folder))
+                except train.Diverged as error:
+                    many.failure(error, bare(spec), folder)
+    return many.finished(folder)
 
 
-def sweep(id, variants, names, trained=False, seeds=None, **common):
+def runs_of(todo, trained=False, fresh=False, own=False):
+    """A Run for each (environment, seed, label, settings), found or trained."""
+    specs = [values_of(env, seed, trained, given) for env, seed, _, given in todo]
+    edited = set()
+    for model in {spec["model"] for spec in specs} & LOADED.keys():
+        edited |= settings.code_of(model, "", now=True).items() - LOADED[model].items()
+    if edited:
+        print(f"edited since this kernel began: {', '.join(sorted(dict(edited)))}. Restart to use it")
+    for folder in map(folder_of, specs):
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+            many.beside(folder, "json").unlink(missing_ok=True)
+        if fresh or own:
+            here.own.add(folder)
+    missing = [spec for spec in specs if not found(spec)]
+    if here.scale != "smoke":       # side by side what needs nothing of this file
+        alike = [spec for spec in missing
+                 if "quirk" not in spec and (here.scale == "paper" or data.local_id(spec["env"]))]
+        if len(alike) > 1:
+            many.sweep(alike, folder_of(alike[0]).parent)
+        before = [x["kept"]["spec"] for x in records.committed(ROOT).values()]
+        if n := sum(json.loads(json.dumps(spec)) in before for spec in missing):
+            print(f"presets or data have changed since {n} of the project's runs, which are trained anew")
+    runs = [Run(label or folder_of(spec).name, spec, given, found(spec) or learn(spec), trained)
+            for spec, (_, _, label, given) in zip(specs, todo, strict=True)]
+    for r in runs:
+        r.keep("spec", lambda r=r: r.spec)
+        if "error" in vars(r):
+            print(f"{r.label} on {r.env}, seed {r.seed}: {r.error}")
+    if stale := [r for r in runs if r.differs]:
+        files = ", ".join(dict.fromkeys(file for r in stale for file in r.differs))
+        print(f"{len(stale)} of {len(runs)} runs are of another {files}; fresh=True trains them anew")
+    return runs
+
+
+def run(env, seed=0, label="", trained=False, fresh=False, own=False, **given):
+    """Train, or find again, one run. given: settings as on the command line, and a quirk.
+
+    fresh: train it anew; own: take no result that comes with the project.
+    """
+    return runs_of([(env, seed, label, given)], trained, fresh, own)[0]
+
+
+def sweep(id, variants, names, trained=False, seeds=None, fresh=False, **common):
     """All runs of {label: settings}, on every environment and seed, which also become rows of the CSV file.
 
     Settings that depend on the environment are a function of its name. seeds: which, or how many.
@@ -240,41 +329,49 @@ def sweep(id, variants, names, trained=False, seeds=None, **common):
             for seed in (range(seeds) if isinstance(seeds, int) else seeds)]
     if here.scale == "paper":
         hours = sum(hours_of(env, given) for env, *_, given in todo)
-        print(f"{id}: {len(todo)} runs, about {hours:.1f} hours to train on one H100 at default sizes, "
-              "evaluation on top; finished runs are loaded")
-    if here.scale != "smoke":       # side by side what needs nothing of this file
-        plain = [values_of(env, seed, trained, given) for env, seed, _, given in todo
-                 if "quirk" not in given and (data.local_id(env) or here.scale == "paper")]
-        plain = [values for values in plain if not many.finished(folder_of(values))]
-        if plain:
-            many.sweep(plain, folder_of(plain[0]).parent)
-    runs = []
-    for *which, given in todo:
-        runs.append(run(*which, trained, **given))
-        record(id, runs[-1])
+        print(f"{id}: {len(todo)} runs, about {hours:.1f} hours to train on one H100, evaluation on top")
+    runs = runs_of(todo, trained, fresh)
+    record(id, runs)
     return runs
 
 
 def hours_of(env, given):
-    given = {key: x for key, x in given.items() if key != "quirk"}
-    cfg = settings.resolve(given | dict(env=env, size="paper")).train
+    cfg = settings.resolve(bare(given) | dict(env=env, size="paper")).train
     return cfg.steps * MS[cfg.model][envs.ENVS[env].stack > 0] / 3.6e6
 
 
-def record(id, run):
-    """Add a finished run's rows to the notebook's CSV file; that of scale smoke is not committed."""
-    changed = " ".join(f"{key}={x}" for key, x in run.settings.items() if key != "model")
-    for row in run.rows:
-        facts = dict(id=id, scale=here.scale, settings=changed, headline=row is run.headline())
-        values = {key: x for key, x in (vars(run) | row | facts).items() if key in COLUMNS}
-        here.rows.append({key: round(x, 3) if isinstance(x, float) else x for key, x in values.items()})
-    folder = ROOT / pick(smoke="runs/notebooks/smoke", local="notebooks/results", paper="notebooks/results")
+# ------------------------------------------------------------------- results
+
+def results():
+    """The folder of this scale's rows and pictures."""
+    folder = ROOT / "runs" / "notebooks" / here.scale / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    name = here.name + "-paper" * (here.scale == "paper")
-    with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
-        out = csv.DictWriter(file, COLUMNS)
-        out.writeheader()
-        out.writerows(here.rows)
+    return folder
+
+
+def record(id, runs):
+    """Put runs' rows into this machine's CSV file of the notebook, in place of theirs from before."""
+    path = results() / f"{here.name}.csv"
+    groups = records.rows_of(path)
+    for r in runs:
+        changed = " ".join(f"{key}={x}" for key, x in r.settings.items() if key != "model")
+        facts = vars(r) | dict(id=id, settings=changed)
+        rows = [row | facts | dict(headline=row is r.headline()) for row in r.rows]
+        groups[id, r.env, r.label, str(r.seed), r.model, changed] = [
+            {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()} for row in rows]
+    records.write_rows(path, groups)
+
+
+def commit_results(whole=False):
+    """Make this machine's results those that come with the project; see records.commit()."""
+    records.commit(results().parent, ROOT, "-paper" * (here.scale == "paper"), whole)
+
+
+def verdicts(*claims):
+    """Show what this machine's rows say of claims; see records.verdict()."""
+    groups = records.rows_of(results() / f"{here.name}.csv")
+    if claims:
+        show("\n".join("- {}: **{}**, {}".format(x, *records.verdict(x, groups)) for x in claims))
 
 
 # ------------------------------------------------------------------- tables
@@ -288,12 +385,6 @@ def source(*things):
     show("\n".join(f"```python\n{inspect.getsource(x)}```" for x in things))
 
 
-def markdown(head, rows):
-    """A table as text."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def stamp(runs):
     """What a table's numbers are worth, in a line."""
     seeds, steps = sorted({r.seed for r in runs}), sorted({r.steps for r in runs})
@@ -303,9 +394,14 @@ def stamp(runs):
         worth = "**mechanism only**: untrained, the switch works and the numbers mean nothing"
     sets = ", ".join(dict.fromkeys(f"{r.dataset} ({r.source})" for r in runs))
     minutes = sum(r.seconds for r in runs) / 60
+    files = [(f"models/{r.cfg.model}.py", r) for r in runs]
+    code = ", ".join(sorted({f"{file} {r.code.get(file)}" for file, r in files}))
+    when, where = (", ".join(sorted({vars(r)[key] for r in runs})) for key in ("date", "machine"))
+    stale = " (not today's)" * any(r.differs for r in runs)
     return (f"*Scale {here.scale}, {worth}; {updates} updates, seed{'s' * (len(seeds) > 1)} "
             f"{' '.join(map(str, seeds))}; data {sets}; {len(runs)} runs, {minutes:.1f} minutes to train and "
-            "evaluate. ± is the 95 % interval over seeds.*")
+            f"evaluate, {when} on {where}; code {code}{stale}. "
+            "± is the 95 % interval over seeds.*")
 
 
 def printed(paper, env, label):
@@ -323,23 +419,28 @@ def table(runs, paper=None, each_target=False):
             place = (row["start"], f"{row['target']:g}") if each_target else ()
             groups.setdefault((r.env, r.label, *place), []).append(row)
     keys = [key for key in names if any(row[key] is not None for group in groups.values() for row in group)]
-    rows = [[*first, *(interval([row[key] for row in group]) for key in keys), *printed(paper, *first[:2])]
-            for first, group in groups.items()]
+    rows = []
+    for first, group in groups.items():
+        whole = [row for row in group if not math.isnan(row["return_mean"])]
+        lost = f" ({len(group) - len(whole)} of {len(group)} runs diverged)" * (len(whole) < len(group))
+        figures = [interval([row[key] for row in whole]) for key in keys]
+        rows.append([first[0], first[1] + lost, *first[2:], *figures, *printed(paper, *first[:2])])
     head = ["set", "variant"] + ["start", "target"] * each_target + [names[key] for key in keys]
     show(markdown(head + ["paper, its own data"] * bool(paper), rows) + "\n\n" + stamp(runs))
 
 
-def compare(*what, paper=None, each_target=False, **given):
-    """sweep() and table() in one; returns the runs."""
+def compare(*what, paper=None, each_target=False, claims=(), **given):
+    """sweep(), table() and verdicts() in one; returns the runs."""
     runs = sweep(*what, **given)
     table(runs, paper, each_target)
+    verdicts(*claims)
     return runs
 
 
 def alignment(runs, paper=None, played=None):
     """How closely achieved returns follow their targets, from the last start.
 
-    Rank correlation and mean |target - achieved|, in the return's unit and as a share of the targets' span.
+    Rank correlation (see records.drawn); mean |target - achieved|, also as a share of the targets' span.
     played: in place of the runs' own rows, one list for each.
     """
     groups, rows = {}, []
@@ -347,34 +448,16 @@ def alignment(runs, paper=None, played=None):
         span = np.ptp([row["target"] for row in last])
         a = player.alignment(last)
         share = 100 * a["abs_error"] / span if span else None
-        groups.setdefault((r.env, r.label), []).append((a["rank_correlation"], a["abs_error"], share))
+        groups.setdefault((r.env, r.label), []).append((a["rank_correlation"], a["abs_error"], share, last))
     for (env, label), group in groups.items():
-        rank, error, share = zip(*group, strict=True)
+        rank, error, share, last = zip(*group, strict=True)
         vary = [x for x in rank if not math.isnan(x)]
         note = f" ({len(vary)} of {len(rank)} seeds; all returns of the others are equal)"
-        rows.append([env, label, interval(vary, 2) + note * (len(vary) < len(rank)), interval(error),
+        text = f"{np.mean(vary):.2f}{records.drawn(last)}" if vary else "-"
+        rows.append([env, label, text + note * (len(vary) < len(rank)), interval(error),
                      interval(share), *printed(paper, env, label)])
-    head = ["set", "variant", "rank correlation", "mean abs. error", "in % of the targets' span"]
+    head = ["set", "variant", "rank correlation (95 %)", "mean abs. error", "in % of the targets' span"]
     show(markdown(head + ["paper, its own data"] * bool(paper), rows) + "\n\n" + stamp(runs))
-
-
-def expected(folder=ROOT / "notebooks" / "results"):
-    """Text: what every (model, set) scored that was trained with default settings, from all results/*.csv."""
-    groups = {}
-    for path in sorted(Path(folder).glob("*.csv")):
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["trained"] == "True" and row["headline"] == "True" and not row["settings"]:
-                    key = row["env"], row["model"], f"{row['dataset']} ({row['source']})"
-                    groups.setdefault(key, {})[row["seed"]] = row
-    rows = []
-    for key, seeds in sorted(groups.items()):
-        figures = [interval([float(row[name]) for row in seeds.values() if row[name]])
-                   for name in ("return_mean", "score", "success", "abs_error")]
-        minutes = np.mean([float(row["seconds"]) for row in seeds.values()]) / 60
-        rows.append([*key, len(seeds), *figures, f"{minutes:.1f}"])
-    head = "set, model, data, seeds, return, score, success %, mean abs. error, minutes a run"
-    return markdown(head.split(", "), rows)
 
 
 def counters(env, **given):
@@ -398,14 +481,14 @@ def bench(env, updates=None, **given):
 # ------------------------------------------------------------------- pictures
 
 def picture(fig, save=None):
-    """Show a figure as a PNG; save: also keep it as docs/<save>.png (scale local)."""
+    """Show a figure as a PNG; save: its name, where it is to be kept as well."""
     fig.tight_layout()
     whole, out = io.BytesIO(), io.BytesIO()
     fig.savefig(whole, dpi=90)
     # a third of the bytes
     PIL.Image.open(whole).convert("RGB").quantize(64).save(out, "PNG", optimize=True)
-    if save and here.scale == "local":
-        (ROOT / "docs" / f"{save}.png").write_bytes(out.getvalue())
+    if save:
+        (results() / f"{save}.png").write_bytes(out.getvalue())
     display(Image(out.getvalue()))
 
 
@@ -494,7 +577,7 @@ def target_curve(runs, rows=None, key="achieved_mean"):
 def episodes(run):
     """A run's episodes, achieved against target: eval.py's picture."""
     out = io.BytesIO()
-    player.plot_targets(run.rows, out, player.title(run.meta))
+    player.plot_targets(run.rows, out, f"{run.model} on {run.env}, data {run.dataset} ({run.source})")
     display(Image(out.getvalue()))
 
 

@@ -35,12 +35,12 @@ def clamped(cfg, step):
     return unclamped(cfg, min(step, int(0.6 * cfg.steps)))
 
 
-def left(windows, index):
+def left(windows, index, size=None):
     """Windows.gather for vectors, with short windows padded on the left, as released for gym (DT, DC, RADT).
 
     The padding is unnormalised zeros, and actions of -10.
     """
-    batch, K = ours.gather(windows, index), windows.K
+    batch, K = ours.gather(windows, index, size), windows.K
     missing = K - batch["mask"].sum(1, keepdim=True)
     steps = torch.arange(K, device=index.device) - missing      # (B, K): where each place's step comes from
     padded, steps = steps < 0, steps.clamp(min=0)

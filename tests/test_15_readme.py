@@ -85,6 +85,8 @@ def test_every_command_is_understood(command, newcomer):
     script, *words = command.split()[1:]
     if script == "train.py" and not {"--bench", "--resume", "--show"} & set(words):
         words.append("--show")
+    if script == "sweep.py":
+        words += "--steps 1 --eval_episodes 0 --device cpu --workers 1".split()
     result = run([ROOT / script, *words], newcomer)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.strip()
@@ -96,7 +98,7 @@ def test_the_blocks_have_enough_commands():
 
 def test_every_flag_named_is_a_flag_of_some_command():
     commands = [["train.py", "--model", name, "--help"] for name in settings.MODELS]
-    commands += [["eval.py", "--help"], ["data.py", "--help"]]
+    commands += [[script, "--help"] for script in ("eval.py", "data.py", "sweep.py")]
     known = set(re.findall(r"--[a-z][\w-]*", " ".join(run(command, ROOT).stdout for command in commands)))
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(TEXTS.values()))) - {"--index-url"}
     assert len(named) > 15 and named - known == set()

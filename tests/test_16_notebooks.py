@@ -3,8 +3,11 @@
     pytest tests/test_16_notebooks.py
 """
 import json
+import math
 import os
 import re
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +30,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
 import lab  # noqa: E402
 import maps  # noqa: E402
+import records  # noqa: E402
 import released  # noqa: E402
 
 NAMES = ["quickstart", "data", "dt", "dc", "lsdt", "radt", "starformer", "dm"]
@@ -104,7 +108,7 @@ def test_results_name_every_run():
     assert {file.stem for file in files} >= set(IDS) | {"dt"}
     for file in files:
         rows = file.read_text(encoding="utf-8").splitlines()
-        assert rows[0] == ",".join(lab.COLUMNS) and len(rows) > 10 and file.stat().st_size < 2**20
+        assert rows[0] == ",".join(records.COLUMNS) and len(rows) > 10 and file.stat().st_size < 2**20
 
 
 # ------------------------------------------------------------------- executed
@@ -247,6 +251,9 @@ def test_left_padding_by_hand():
     plain = windows.gather(index)
     with released.quirks("left padding"):
         b = windows.gather(index)
+        for kind in ("start", "end", "cover"):
+            drawn = data.Windows(t, 4, windows=kind).sample(50)["mask"].long()
+            assert (drawn.diff() >= 0).all() and drawn[:, -1].all()
     assert b["mask"].tolist() == [[False, False, True, True], [True] * 4]
     for key in b:
         torch.testing.assert_close(b[key][0, 2:], plain[key][0, :2])
@@ -325,10 +332,29 @@ def smoke(tmp_path, monkeypatch):
     """lab at scale smoke, its runs in a folder of their own; everything it replaces is put back."""
     monkeypatch.setattr(lab, "ROOT", tmp_path)
     monkeypatch.setenv("SCALE", "smoke")
-    for name in ("name", "scale", "rows"):
+    for name in ("name", "scale", "own"):
         monkeypatch.setattr(lab.here, name, getattr(lab.here, name))
+    (tmp_path / "docs").mkdir()
     lab.begin("mine", "local")
     return tmp_path
+
+
+TINY = dict(steps=3, batch_size=4, d=8, n_layer=1, n_head=1, context_len=2, warmup=1, targets=(1.0,),
+            eval_episodes=2)
+
+
+@pytest.fixture
+def local(smoke, monkeypatch):
+    """The same at scale local, on random play; runs are given TINY."""
+    monkeypatch.setenv("SCALE", "local")
+    monkeypatch.setattr(lab.data, "local_id", lambda name: None)
+    lab.begin("mine", "local")
+    return smoke
+
+
+def untrained(monkeypatch):
+    """From now on, training is an error."""
+    monkeypatch.setattr(train, "train", None)
 
 
 def test_a_finished_run_is_found_again(smoke, monkeypatch):
@@ -395,7 +421,7 @@ class Untrained(lab.Run):
 def test_every_variant_is_a_model(scale, monkeypatch):
     """What the notebooks ask for can be built; nothing is trained, timed or loaded."""
     monkeypatch.setenv("SCALE", scale)
-    for name in ("scale", "rows", "name"):
+    for name in ("scale", "own", "name"):
         monkeypatch.setattr(lab.here, name, getattr(lab.here, name))
     for name in ("show", "table", "alignment", "bench", "load", "picture", "lines", "heat_maps"):
         monkeypatch.setattr(lab, name, lambda *args, **given: None)
@@ -450,7 +476,7 @@ def test_results_and_tables(smoke, monkeypatch):
     runs = lab.compare("DC-T17", variants, "maze2d-umaze", seeds=2, paper={"three": 94.2})
     assert len(runs) == 4 and "| maze2d-umaze | three |" in shown[0]
     assert "94.2" in shown[0] and "mechanism only" in shown[0]
-    rows = (smoke / "runs/notebooks/smoke/mine.csv").read_text().splitlines()
+    rows = (smoke / "runs/notebooks/smoke/results/mine.csv").read_text().splitlines()
     assert len(rows) == 1 + sum(len(r.rows) for r in runs)
     assert rows[-1].startswith("DC-T17,one,dc,maze2d-umaze,")
     assert "filters=shared" in rows[-1] and ",local," in rows[-1]
@@ -477,6 +503,294 @@ def test_curves_by_hand():
     assert lab.target_curve([one, two], key="abs_error") == {"a": ([1.0, 5.0], [0.5, 1.0], [0.5, 1.0])}
     assert lab.target_curve([one], [[row("far", 9.0, 7.0)]]) == {"a": ([9.0], [7.0], [0.0])}
 
+
+# ------------------------------------------------------------------- nothing wrong is kept
+
+def test_smoke_leaves_nothing_behind(local, monkeypatch):
+    """In one kernel: episodes of 10 steps end with scale smoke, and so do its data and its runs."""
+    monkeypatch.setenv("SCALE", "smoke")
+    lab.begin("mine", "smoke")
+    short = lab.run("maze2d-umaze", model="dt", **TINY)
+    monkeypatch.setenv("SCALE", "local")
+    lab.begin("mine", "local")
+    long = lab.run("maze2d-umaze", model="dt", **TINY)
+    for r, steps in ((short, 10), (long, 300)):
+        assert [row["length"] for row in r.rows] == [steps] * len(r.rows)
+        assert r.play([1.0])[0]["length"] == steps
+    assert len(short.data()) == 60 and len(long.data()) == 4000         # also of a run from before
+    assert envs.make({"id": "PointMaze_UMaze-v3", "kwargs": {}}).spec.max_episode_steps == 300
+    assert short.folder.parent.name == "smoke" and long.folder.parent.name == "local"
+
+
+def test_one_section_shortens_no_file_and_only_a_call_commits(local, monkeypatch):
+    (local / "notebooks" / "results").mkdir(parents=True)
+    kinds = {"a": dict(model="dt"), "b": dict(model="dc")}
+    lab.sweep("X-1", kinds, "maze2d-umaze", seeds=2, **TINY)
+    lab.sweep("X-2", {"a": kinds["a"]}, "maze2d-umaze", seeds=1, **TINY)
+    fig, (ax,) = lab.axes(1)
+    lab.picture(fig, save="mine-picture")
+    path = local / "runs/notebooks/local/results/mine.csv"
+    whole = path.read_text()
+    assert not list((local / "notebooks" / "results").iterdir()) and not list((local / "docs").iterdir())
+    lab.begin("mine", "local")          # another kernel, and one section of it
+    lab.sweep("X-2", {"a": kinds["a"]}, "maze2d-umaze", seeds=1, **TINY)
+    assert path.read_text() == whole
+    lab.commit_results()
+    committed = local / "notebooks/results/mine.csv"
+    assert committed.read_text() == whole and (local / "docs/mine-picture.png").exists()
+    assert len(list(committed.parent.glob("runs/*.json"))) == 4
+    path.unlink()
+    lab.sweep("X-1", {"b": kinds["b"]}, "maze2d-umaze", seeds=1, **TINY)
+    lab.commit_results()                # a part of them: the others stay
+    assert sorted(committed.read_text().splitlines()) == sorted(whole.splitlines())
+    lab.commit_results(whole=True)
+    assert committed.read_text() == path.read_text() != whole
+
+
+def test_the_code_of_a_run_is_what_decides_numbers(tmp_path, monkeypatch):
+    """Neither comments nor docstrings, presets or the demo; every other change does."""
+    for file in settings.DECIDE:
+        have = set(re.findall(r"^(?:def|class) (\w+)", (ROOT / file).read_text(), re.M))
+        assert {name.split(".")[0] for name in settings.DECIDE[file].split()} <= have, file
+    text, path = (ROOT / "models" / "dc.py").read_text(), tmp_path / "dc.py"
+
+    def digits(text):
+        path.write_text(text)
+        return settings.digits_of(path, "", text)
+    before = digits(text)
+    same = [text.replace("\n\n", "\n# a remark\n\n"),
+            re.sub(r'""".*?"""', '"""Other words."""', text, flags=re.S),
+            text.replace("PRESETS = {", 'PRESETS = {\n    "new": dict(d=8),')]
+    assert len({text, *same}) == 4 and {digits(x) for x in same} == {before}
+    assert digits(text.replace("window - 1 - l", "window - l", 1)) != before
+    code = settings.code_of("dc", "maze2d-umaze")
+    assert code.keys() == settings.DECIDE.keys() | {"models/dc.py", "maze2d-umaze"}
+    assert settings.code_of("dt", "maze2d-umaze").keys() ^ code.keys() == {"models/dc.py", "models/dt.py"}
+
+
+def edited(monkeypatch, file="models/dt.py"):
+    """Pretend that a file is another today."""
+    ours = settings.code_of
+    monkeypatch.setattr(settings, "code_of", lambda *run, **now: ours(*run, **now) | {file: "00000000"})
+    monkeypatch.setitem(lab.LOADED, "dt", settings.code_of("dt", ""))
+
+
+def test_a_run_of_other_code_is_said_and_trained_anew_only_on_request(smoke, monkeypatch, capsys):
+    old = lab.run("maze2d-umaze", model="dt")
+    assert old.code == settings.code_of("dt", "maze2d-umaze") and not old.differs
+    assert not capsys.readouterr().out
+    edited(monkeypatch)
+    again = lab.run("maze2d-umaze", model="dt")
+    assert again.date == old.date and again.differs == ["models/dt.py"]
+    assert capsys.readouterr().out == (
+        "1 of 1 runs are of another models/dt.py; fresh=True trains them anew\n")
+    shown = []
+    monkeypatch.setattr(lab, "show", shown.append)
+    lab.table([again])
+    assert f"models/dt.py {old.code['models/dt.py']} (not today's)" in shown[0] and old.date in shown[0]
+    new = lab.run("maze2d-umaze", model="dt", fresh=True)
+    assert new.code["models/dt.py"] == "00000000" and not new.differs and not capsys.readouterr().out
+    untrained(monkeypatch)
+    assert not lab.run("maze2d-umaze", model="dt").differs
+
+
+def test_an_edit_of_loaded_code_is_said_and_its_digits_are_not_kept(smoke, monkeypatch, capsys):
+    ours = settings.digits_of
+    monkeypatch.setattr(settings, "digits_of", lambda path, names, changed=None: (
+        "00000000" if changed and path.name == "dt.py" else ours(path, names, changed)))
+    run = lab.run("maze2d-umaze", model="dt")
+    assert "edited since this kernel began: models/dt.py. Restart to use it" in capsys.readouterr().out
+    assert run.code["models/dt.py"] == lab.LOADED["dt"]["models/dt.py"] != "00000000"
+    lab.run("maze2d-umaze", model="dc")
+    assert not capsys.readouterr().out
+
+
+def test_an_interrupted_runs_seconds_and_code_are_of_all_parts(smoke, monkeypatch, capsys):
+    run = lab.run("maze2d-umaze", model="dt")
+    (run.folder / "result.json").unlink()
+    state = torch.load(run.folder / "last.pt", weights_only=True)
+    torch.save(state | dict(seconds=5000.0), run.folder / "last.pt")
+    edited(monkeypatch)
+    resumed = lab.run("maze2d-umaze", model="dt")
+    assert 5000 < resumed.seconds < 5100
+    assert resumed.code["models/dt.py"] == f"{run.code['models/dt.py']}+00000000" and resumed.differs
+    assert "another models/dt.py" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_diverged_run_is_a_row(local, monkeypatch, capsys):
+    ours, shown = train.Run.update, []
+
+    def update(run):
+        if run.cfg.seed == 1:
+            raise train.Diverged("the loss is nan at update 1")
+        ours(run)
+    monkeypatch.setattr(train.Run, "update", update)
+    monkeypatch.setattr(lab, "show", shown.append)
+    runs = lab.compare("X-1", {"a": dict(model="dt")}, "maze2d-umaze", seeds=2, **TINY)
+    assert "a on maze2d-umaze, seed 1: Diverged: the loss is nan" in capsys.readouterr().out
+    assert "| a (1 of 2 runs diverged) | " + lab.interval([runs[0].headline()["return_mean"]]) in shown[0]
+    lab.table(runs, each_target=True)
+    lab.alignment(runs)
+    lab.lines(lab.target_curve(runs), "x", "y")
+    lab.lines(lab.log_curve(runs), "x", "y")
+    rows = records.lines((local / "runs/notebooks/local/results/mine.csv").read_text())
+    assert [row["error"] for row in rows][-2:] == ["", "Diverged: the loss is nan at update 1"]
+    groups = records.rows_of(lab.results() / "mine.csv")
+    assert records.verdict("X-1 maze2d-umaze: a > 5 in return", groups)[0] == "cannot tell"
+    lab.commit_results()                # it is a result, too
+    untrained(monkeypatch)
+    (runs[1].folder / "result.json").unlink()
+    assert lab.run("maze2d-umaze", 1, model="dt", **TINY).error.startswith("Diverged")
+
+
+# ------------------------------------------------------------------- results that come with the project
+
+def test_committed_results_are_taken_first(local, monkeypatch, capsys):
+    """With their log and what was played; no folder, data or training until weights are asked for."""
+    first = lab.run("maze2d-umaze", label="a", model="dt", **TINY)
+    played, best, curve = first.play([0.5, 2.0], zero=["rtg"]), first.best_return(), lab.log_curve([first])
+    lab.commit_results()
+    shutil.rmtree(local / "runs")
+    with monkeypatch.context() as patch:
+        untrained(patch)
+        patch.setattr(lab.data, "load", None)
+        patch.setattr(lab, "random_play", None)
+        r = lab.run("maze2d-umaze", label="a", model="dt", **TINY)
+        assert r.rows[0].keys() == first.rows[0].keys() and len(r.rows) == len(first.rows)
+        np.testing.assert_allclose([row["abs_error"] for row in r.rows],
+                                   [row["abs_error"] for row in first.rows], rtol=1e-5)
+        assert r.headline()["target"] == r.asked
+        np.testing.assert_allclose(lab.log_curve([r])["a"][1], curve["a"][1], rtol=1e-4)
+        assert [row["return_mean"] for row in r.play([0.5, 2.0], zero=["rtg"])] == (
+            [row["return_mean"] for row in played])
+        assert r.best_return() == pytest.approx(best, abs=1e-5)
+        lab.episodes(r)
+        for given in (dict(seed=1), dict(quirk="clamped cosine"), dict(fresh=True)):
+            with pytest.raises(TypeError):
+                lab.run("maze2d-umaze", **dict(model="dt") | TINY | given)
+        lab.begin("mine", "local")
+        with pytest.raises(TypeError):
+            lab.run("maze2d-umaze", model="dt", own=True, **TINY)
+        lab.begin("mine", "local")
+        edited(patch)
+        assert lab.run("maze2d-umaze", model="dt", **TINY).differs == ["models/dt.py"]
+    assert not r.folder.exists()
+    capsys.readouterr()
+    assert r.batch()["states"].shape[1] == 2 and "comes without weights" in capsys.readouterr().out
+    with monkeypatch.context() as patch:        # of two results that of today's code
+        edited(patch)
+        new = lab.run("maze2d-umaze", model="dt", fresh=True, **TINY)
+        lab.begin("mine", "local")
+        assert lab.run("maze2d-umaze", model="dt", **TINY).code == new.code != first.code
+    assert lab.run("maze2d-umaze", model="dt", **TINY).code == first.code
+
+
+def test_changed_presets_are_said(local, monkeypatch, capsys):
+    lab.run("maze2d-umaze", model="dt", **TINY)
+    lab.commit_results()
+    monkeypatch.setitem(dt.PRESETS, "small", dt.PRESETS["small"] | dict(lr=0.5))
+    other = lab.run("maze2d-umaze", model="dt", **TINY)
+    assert other.cfg.lr == 0.5 and other.log_csv is None
+    assert "presets or data have changed since 1 of the project's runs" in capsys.readouterr().out
+
+
+def test_weights_in_half_precision(local, monkeypatch):
+    run = lab.run("maze2d-umaze", model="dt", **TINY)
+    lab.commit_results()
+    folder = records.commit_weights(run.folder, local)
+    assert folder == local / "weights" / "dt-maze2d-umaze"
+    state = torch.load(folder / "last.pt", weights_only=True)
+    assert {x.dtype for x in state["model"].values()} == {torch.float16} and "optimizer" not in state
+    assert (folder / "last.pt").stat().st_size < (run.folder / "last.pt").stat().st_size / 2
+    small, whole = lab.player.load_run(folder)[0].state_dict(), run.net.state_dict()
+    for key in whole:
+        torch.testing.assert_close(small[key], whole[key], atol=1e-3, rtol=1e-3)
+    command = [sys.executable, ROOT / "eval.py", folder, "--targets", "1", "--episodes", "1"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "dt on maze2d-umaze" in text and "far" in text
+    shutil.rmtree(local / "runs")
+    untrained(monkeypatch)
+    assert torch.equal(lab.run("maze2d-umaze", model="dt", **TINY).net.state_dict()[key], small[key])
+
+
+def test_committed_runs_are_small():
+    for path in (ROOT / "notebooks" / "results" / "runs").glob("*.json"):
+        assert path.stat().st_size < 50_000 and "code" in json.loads(path.read_text(encoding="utf-8")), path
+
+
+# ------------------------------------------------------------------- words follow from numbers
+
+def groups_of(**labels):
+    """rows_of() a file with a section S and a set e: {label: (return by seed)}; errors are ten times that."""
+    groups = {}
+    for label, returns in labels.items():
+        for seed, x in enumerate(returns):
+            row = dict(headline="True", start="random", episodes="2", return_mean=str(x), abs_error="0",
+                       score="")
+            far = dict(row, headline="False", start="far")
+            groups["S", "e", label, str(seed), "dt", ""] = [
+                row, dict(far, abs_error=str(10 * x)), dict(far, abs_error=str(10 * x + 3), episodes="1")]
+    return groups
+
+
+def test_verdict_by_hand():
+    groups = groups_of(a=(10, 21, 32), b=(1, 10, 22), c=(1, 40, 2), one=(5,))
+    tell = {claim: records.verdict(f"S e: {claim}", groups)[0] for claim in (
+        "a > b in return", "a < b in return", "b > a in return", "a > c in return", "a > one in return",
+        "a > a in return", "b > 0.5 in return", "a < b in error", "b < a in error", "a > b in score")}
+    assert tell == {
+        "a > b in return": "holds", "a < b in return": "does not hold", "b > a in return": "does not hold",
+        "a > c in return": "cannot tell", "a > one in return": "cannot tell",
+        "a > a in return": "does not hold", "b > 0.5 in return": "cannot tell",
+        "a < b in error": "does not hold", "b < a in error": "holds", "a > b in score": "cannot tell"}
+    # 9, 11, 10: t(0.975, 2) = 4.303, times 1 / sqrt(3)
+    assert records.verdict("S e: a > b in return", groups)[1] == "a difference of 10.0 ± 2.5 over 3 seeds"
+    assert records.verdict("S e: a < b in error", groups)[1] == "a difference of 100.0 ± 24.8 over 3 seeds"
+    assert records.verdict("S e: a > one in return", groups)[1] == "a difference of 5.0 over 1 seed"
+    none = "cannot tell", "a difference of - over 0 seeds"
+    assert records.verdict("T e: a > one in return", groups) == none
+    assert records.verdict("S e: a > nobody in return", groups) == none
+
+
+# a word that is records.verdict()'s of a claim: [holds](records.py "DT-1 a-set: DT > BC in return")
+WORD = re.compile(r'\[([a-z ]+)\]\(records\.py "(.+?)"\)')
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words_are_what_committed_results_say(name):
+    """Text and shown outputs; a claim that the text judges is one that a cell shows, with its figure."""
+    groups = records.rows_of(ROOT / "notebooks" / "results" / f"{name}.csv")
+    cells, shown, count = notebook(name).cells, "", 0
+    for cell in cells:
+        if cell.cell_type == "code":
+            shown += "\n".join(out.get("data", {}).get("text/markdown", "") for out in cell.outputs) + "\n"
+    for claim, word, figure in re.findall(r"^- (.+ in \w+): \*\*(.+)\*\*, (.+)$", shown, re.M):
+        assert (word, figure) == records.verdict(claim, groups) and "over 0" not in figure, claim
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            for word, claim in WORD.findall(cell.source):
+                assert word == records.verdict(claim, groups)[0], claim
+                assert f"- {claim}: **{word}**" in shown, claim
+                count += 1
+    assert count or name in ("quickstart", "data")
+
+
+def test_rank_correlations_drawn():
+    """Of one seed no interval; of seeds that follow and one that does not, a wide one within [-1, 1]."""
+    def seed(*returns):
+        return [dict(target=float(t), achieved=list(x), episodes=len(x)) for t, x in enumerate(returns)]
+    follows = seed((1.0, 1.5), (2.0, 2.5), (3.0, 3.5))
+    deaf = seed((1.0, 2.0), (1.0, 2.0), (1.0, 2.0))
+    assert records.drawn([follows]) == ""
+    assert records.drawn([seed((1.0,), (1.0,))] * 2) == ""        # nothing varies
+    low, high = map(float, re.findall(r"-?[0-9.]+", records.drawn([follows, follows, deaf])))
+    assert -1 < low < 0.4 and 0.9 < high <= 1.0
+    low, high = map(float, re.findall(r"-?[0-9.]+", records.drawn([follows] * 3)))
+    assert 0.9 < low <= high <= 1.0 and not math.isnan(low)
+
+
+# ------------------------------------------------------------------- figures
 
 def test_hours_are_updates_times_milliseconds():
     quirky = {"model": "dt", "quirk": "left padding"}
