@@ -77,11 +77,11 @@ class OnlineSettings(config.Settings):
 # ------------------------------------------------------------------- a stochastic policy
 
 def squashed_gaussian(mean, log_std):
-    """The distribution of tanh(u), u from N(mean, exp(log_std)^2), for actions (..., A); its density is exact."""
-    squash = distributions.TanhTransform(cache_size=1)      # remembers u, where tanh(u) rounds to 1
+    """The distribution of tanh(u) for u from N(mean, exp(log_std)^2), each (..., A); its density is exact."""
+    squash = distributions.TanhTransform(cache_size=1)      # remembers u where tanh(u) rounds to 1
     normal = distributions.Normal(mean, log_std.exp(), validate_args=False)
-    squashed = distributions.TransformedDistribution(normal, squash, validate_args=False)
-    return distributions.Independent(squashed, 1, validate_args=False)
+    return distributions.Independent(
+        distributions.TransformedDistribution(normal, squash, validate_args=False), 1, validate_args=False)
 
 
 class Stochastic:
@@ -102,10 +102,10 @@ class Stochastic:
     def policy(self, features):
         """The distribution of actions, from features (..., d)."""
         with torch.autocast(features.device.type, enabled=False):       # bfloat16 would move a narrow one
-            y = self.head(features.float())
+            y, z = self.head(features.float()), self.stochastic_std(features.float())
             if self.cfg.discrete:
                 return distributions.Categorical(logits=y, validate_args=False)
-            return squashed_gaussian(y, 3.5 * self.stochastic_std(features.float()).tanh() - 1.5)   # in [-5, 2]
+            return squashed_gaussian(y, 3.5 * z.tanh() - 1.5)
 
     def loss(self, batch):
         """(negative log-likelihood minus temperature times entropy, what to log); means over real steps."""
@@ -119,7 +119,7 @@ class Stochastic:
         policy, actions, mask = self.policy(features[0]), batch["actions"], batch["mask"]
         if self.cfg.discrete:
             nll, entropy = -policy.log_prob(actions), policy.entropy()
-        else:       # an action of 1 is none of tanh; one sample estimates the entropy: both as released
+        else:       # tanh never is 1; one sample estimates the entropy, as released
             nll = -policy.log_prob(actions.clamp(1e-6 - 1, 1 - 1e-6))
             entropy = -policy.log_prob(policy.rsample())
         # NOTE(code): the released mean of the entropy is over padding, too
@@ -166,7 +166,6 @@ class OnlineRun(train.Run):
         fields = {key: x.split(t.lengths.tolist()) for key, x in fields.items() if x is not None}
         rising = t.returns.argsort(stable=True)[-cfg.buffer:]       # NOTE(code): never the very worst
         self.kept = {i: {key: x[e] for key, x in fields.items()} for i, e in enumerate(rising)}
-        self.facts = dict(n_actions=t.n_actions, stack=t.stack, max_ep_len=t.max_ep_len)
         self.new, self.offline, self.round, self.env_steps = {}, None, 0, 0
 
     def make_model(self):
@@ -203,11 +202,11 @@ class OnlineRun(train.Run):
         self.model.train()
         for place, steps in enumerate(record, len(self.kept) + n * self.round):
             fields = zip(FIELDS, zip(*steps, strict=True), strict=True)
-            episode = {key: torch.from_numpy(np.array(x)) for key, x in fields if x[0] is not None}
+            episode = {key: torch.from_numpy(np.array(x)) for key, x in fields if key in self.kept[0]}
             self.new[place % cfg.buffer] = episode      # NOTE(code): its last step is marked terminal
         self.round += 1
         self.env_steps += int(result["length"].sum())
-        self.log(round=self.round, explored=float(result["return"].mean()), asked=target)
+        self.log(round=self.round, episodes=n, explored=float(result["return"].mean()), asked=target)
         return result["return"].mean()
 
     def look(self):
@@ -215,9 +214,10 @@ class OnlineRun(train.Run):
         episodes = list((self.kept | self.new).values())
         fields = {key: torch.cat([episode[key] for episode in episodes]) for key in episodes[0]}
         lengths = [len(episode["rewards"]) for episode in episodes]
-        # which sums up the returns-to-go that the episodes really had
-        t = data.Trajectories(**fields, lengths=lengths, action_low=-1.0, action_high=1.0, **self.facts)
-        self.windows = self.windows_of(t, normal=(self.meta["state_mean"], self.meta["state_std"]))
+        meta = self.meta        # returns-to-go are summed anew: those that the episodes really had
+        t = data.Trajectories(**fields, lengths=lengths, n_actions=meta["n_actions"], action_low=-1.0,
+                              action_high=1.0, stack=meta["layout"]["stack"])
+        self.windows = self.windows_of(t, normal=(meta["state_mean"], meta["state_std"]))
         self.step = train.make_step(self.model, self.windows, self.optimizer, self.cfg, self.generator)
 
 
@@ -237,7 +237,7 @@ def go_online(run):
                 if asked:       # the round is not saved, and is done again
                     return False
                 run.update()
-            text = f"round {run.round}, loss {run.loss:.3f}, played {played:.1f}"
+            text = f"loss {run.loss:.3f}, played {played:.1f}"
             bar.set_postfix_str(text, refresh=False)
             bar.update(run.env_steps - bar.n)
             if run.round % cfg.eval_rounds == 0 and run.env_steps < cfg.env_steps:
@@ -280,8 +280,7 @@ def fine_tune(trajectories=None, resume=None, body=None, **given):
 
 
 def main():
-    usage = "python online.py [--name value ...]"
-    parser = Parser(description=__doc__, usage=usage, argument_default=argparse.SUPPRESS)
+    parser = Parser(description=__doc__, argument_default=argparse.SUPPRESS, usage="online.py [--name value]")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--resume", metavar="RUN", help="go on with this run")
     way.add_argument("--from", metavar="RUN", dest="body", help="start from this run's model")

@@ -1,15 +1,13 @@
 """Q-value regularised Transformer (QT; Hu et al., 2024, arXiv 2405.17098) around any of the six models.
 
 Imitation does not join the good beginning of one episode to the good end of another. Two critics learn what
-an action is worth in a state; the model, here the actor, learns to please them as well as to imitate:
+an action is worth in a state; the model, here the actor, learns to please them as well as to imitate, and in
+acting they choose among what it would do for several returns:
 
     loss = the model's own + error of the next state - eta * Q(s, actor's action) / mean |Q|
 
-In acting, they choose among what the actor would do for several returns:
-
     R = 3600 → action, Q = 214 ┐
-    R = 1800 → action, Q = 220 ├→ one drawn from softmax(Q)
-    R = 3580 → action, Q = 217 ┘
+    R = 1800 → action, Q = 220 ┴→ one drawn from softmax(Q)
 
     python qt.py --model dm --env hopper-medium-replay --source local       QT with DM's trunk: QDM
 
@@ -42,15 +40,14 @@ class Switches:
     gamma: float = 0.99         # discount of rewards in Q
     critic_d: int = 256         # width of the critics
     next_state: bool = True     # NOTE(code): the actor also learns to predict the next state
-    pick: Literal["softmax", "best", "first"] = "softmax"       # of the candidates; first: acting without Q
+    pick: Literal["softmax", "best", "first"] = "softmax"       # of the candidates; first: without critics
     copies: int = 50            # n
     # the released code's
     drop_last: bool = False     # NOTE(code): a window's last reward counts nowhere, though its episode ends
     stale: bool = False         # NOTE(code): the slow actor stays untrained up to update 1,000; with dropout
     q_return: bool = False      # NOTE(code): one candidate is asked for Q, which is not divided by rtg_scale
     report_best: bool = False   # NOTE(code): of all evaluations the best is reported, not the last
-    # what the run decides
-    offsets: tuple[float, ...] = (0.0,)     # (M,) returns asked for, less the first, divided by rtg_scale
+    offsets: tuple[float, ...] = (0.0,)     # (M,) targets less the first, divided by rtg_scale; the run's
 
 
 class Critics(nn.Module):
@@ -64,17 +61,17 @@ class Critics(nn.Module):
             for _ in range(2))
 
     def forward(self, states, actions):
-        x = torch.cat([states, actions], -1).to(self.both[0][0].weight.dtype)
+        x = torch.cat([states, actions], -1)
         return torch.stack([Q(x)[..., 0] for Q in self.both])
 
 
 def n_step_targets(rewards, mask, terminals, value, gamma, drop_last=False):
-    """(what Q should be, whether that is known), both (B, K), for windows whose last step is e:
+    """(y, what of it is known), both (B, K): what Q should be in windows whose last step is e.
 
         y[t] = sum over k from t to e - 1 of gamma^(k - t) r[k]  +  gamma^(e - t) V
 
-    V is r[e] where e is terminal. Elsewhere, at a time limit and a cut too, there is more to come: V is value
-    (B,), and nothing is learned at e itself. rewards (B, K); mask, terminals (B, K) bool.
+    V is r[e] at a terminal. Elsewhere, at a time limit and a cut too, it is value (B,), and e itself is not
+    known. rewards (B, K); mask, terminals (B, K) bool.
     """
     last = mask & ~F.pad(mask[:, 1:], (0, 1))
     end = torch.where(terminals, rewards * (not drop_last), value[:, None])
@@ -102,7 +99,7 @@ class QT(nn.Module):
         (S,), A = cfg.state_shape, cfg.act_dim
         self.cfg, self.actor = cfg, actor
         # NOTE(code): there from the action's token, which the last blocks here leave out
-        self.next_state = nn.Linear(cfg.d + A, S) if cfg.next_state else None
+        self.next_state = nn.Linear(cfg.d + A, S)
         self.critics = Critics(S, A, cfg.critic_d)
         self.slow_actor = copy.deepcopy(actor).requires_grad_(False)
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
@@ -112,17 +109,15 @@ class QT(nn.Module):
         groups = [dict(params=list(self.actor.parameters()), weight_decay=weight_decay)]
         if hasattr(self.actor, "param_groups"):
             groups = self.actor.param_groups(weight_decay)
-        if self.next_state:
-            groups[0]["params"] += self.next_state.parameters()
+        groups[0]["params"] += self.next_state.parameters()
         return groups + [dict(params=list(self.critics.parameters()), weight_decay=0.0, part="critics")]
 
     @torch.no_grad()
     def follow(self, updates):
         """Move the slow copies by 0.5 %, that of the actor at every fifth update, from the 1,000th on."""
         share = 0.005 * (updates % 5 == 0) if updates > 1000 else float(not self.cfg.stale)
-        pairs = (self.slow_critics, self.critics, 0.005), (self.slow_actor, self.actor, share)
-        for slow, fast, share in pairs:
-            torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), share)
+        torch._foreach_lerp_(list(self.slow_critics.parameters()), list(self.critics.parameters()), 0.005)
+        torch._foreach_lerp_(list(self.slow_actor.parameters()), list(self.actor.parameters()), share)
 
     def forward(self, *inputs, terminals=None, **named):
         """(B, K, A): the actor's actions."""
@@ -133,10 +128,7 @@ class QT(nn.Module):
         return self.slow_critics(states, actions).amin(0)
 
     def loss(self, batch):
-        """(actor's and critics' losses in one, what to log: "loss" is the model's own, as without QT).
-
-        batch: the models', and "terminals" (B, K) bool.
-        """
+        """(the sum of all losses, what to log: "loss" is the model's own). batch: with "terminals" (B, K)."""
         cfg, batch = self.cfg, dict(batch)
         terminals = batch.pop("terminals")
         states, actions, mask = (batch[key] for key in ("states", "actions", "mask"))
@@ -147,7 +139,7 @@ class QT(nn.Module):
             error = mean((guess - states[:, 1:]).square().mean(-1), mask[:, 1:])
             total, log["next_state"] = total + error, error.detach()
 
-        # a coin decides which critic pulls, over the size of the other; neither learns from this
+        # one critic, by a coin, over the other's size; neither learns from it
         fixed = {name: p.detach() for name, p in self.critics.named_parameters()}
         q = functional_call(self.critics, fixed, (states, self.actor.predict(features)))        # (2, B, K)
         one, other = torch.where(torch.rand((), device=q.device) < 0.5, q, q.flip(0))
@@ -167,8 +159,8 @@ class QT(nn.Module):
     def act(self, states, actions, rewards, rtg, timesteps, sample=False, generator=None):
         """(B, A): one of n actions for the history's last step; sample has no effect.
 
-        They are asked for the M returns in turn, all but the first M with noise in the last return-to-go.
-        NOTE(code): there those M are all of the first return.
+        The M returns are asked for in turn, after the first M actions with noise in the last return-to-go.
+        NOTE(code): there the first M are all of the first return.
         """
         cfg, B = self.cfg, len(states)
         n, M = (1, 1) if cfg.pick == "first" else (cfg.copies, len(cfg.offsets))
@@ -191,7 +183,7 @@ class QT(nn.Module):
 
 
 class Windows(data.Windows):
-    """Batches with "terminals" (B, K) bool: steps that end their episode, not by a time limit or a cut."""
+    """Batches with "terminals" (B, K) bool: the steps that end their episode, limits and cuts aside."""
 
     def __init__(self, trajectories, *args, **named):
         super().__init__(trajectories, *args, **named)
@@ -221,12 +213,11 @@ class Run(train.Run):
 
     def record(self, rows, *args, **facts):
         super().record(rows, *args, **facts)
-        if self.settings.model.report_best and self.done == self.cfg.steps:
-            print(f"return of the best evaluation: {self.best[1]:.1f}")
+        if self.settings.model.report_best:
+            print(f"return of the best evaluation so far: {self.best[1]:.1f}")
 
 
-# As released, for D4RL's sets: eta and clip (run.sh), and the returns asked for
-PRESETS = {
+PRESETS = {     # as released for D4RL's sets
     "*": dict(  # NOTE(code): the rate there falls by a tenth in this time; some tasks stop earlier
         batch_size=256, lr=3e-4, weight_decay=1e-4, decay="all", betas=(0.9, 0.999), warmup=0, clip=9.0,
         schedule="constant", steps=100_000, eval_episodes=10, amp=False,
@@ -244,12 +235,9 @@ PRESETS = {
     "antmaze-large-diverse": dict(eta=0.005),   # NOTE(code): with rewards of 4 (r - 0.5)
     "pen": dict(eta=0.1, targets=(12000, 6000)),
     "hammer": dict(eta=0.01, targets=(12000, 6000, 3000)),
-    "hammer-human": dict(eta=0.1, clip=5.0),
     "door": dict(eta=0.005, targets=(2000, 1000, 500)),
-    "door-cloned": dict(eta=0.001),
     "small": dict(batch_size=128, lr=1e-3, context_len=5, steps=5000, critic_d=128, copies=10),      # ours
 }
-DT = dict(n_layer=4, n_head=4, d=256, context_len=20, dropout=0.1, activation="relu")   # others: their own
 
 
 @functools.cache
@@ -263,16 +251,16 @@ def around(trunk):
             self.seen = features
             return super().predict(features)
     presets = PRESETS | {key: trunk.PRESETS[key] | PRESETS[key] for key in ("*", "small")}
-    if trunk.__name__ == "models.dt":
-        presets["*"] |= DT
+    if trunk.__name__ == "models.dt":       # others keep their own sizes
+        presets["*"] |= dict(n_layer=4, n_head=4, d=256, context_len=20, dropout=0.1, activation="relu")
     return SimpleNamespace(
         Config=dataclass(Config), PRESETS=presets, Run=Run, Model=lambda cfg: QT(cfg, Actor(cfg)))
 
 
 def main():
-    first = Parser(add_help=False)
-    first.add_argument("--model", default="dt")
-    options, rest = first.parse_known_args()
+    parser = Parser(add_help=False)
+    parser.add_argument("--model", default="dt")
+    options, rest = parser.parse_known_args()
     sys.argv[1:] = rest if "--resume" in rest else ["--model", f"qt-{options.model}", *rest]
     train.main()
 

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 import records  # noqa: E402 (found once the repository's folder is on the path)
 import released  # noqa: E402
-from maps import attention_maps, filters, gates, group_maps, kernel_maps  # noqa: E402, F401 (for notebooks)
+from maps import attention_maps, filters, gates, group_maps, kernel_maps, mean_attention  # noqa: E402, F401
 from records import COLUMNS, expected, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
@@ -144,9 +144,9 @@ class Run:
             self.kept = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8")) | self.kept
 
     def keep(self, name, compute):
-        """compute(), or what it gave before. It stays, and is committed, with the run."""
+        """compute(this run), or what it gave before. It stays, and is committed, with the run."""
         if name not in self.kept:
-            self.kept[name] = compute()
+            self.kept[name] = compute(self)
             many.beside(self.folder, "").parent.mkdir(parents=True, exist_ok=True)
             records.write_json(many.beside(self.folder, "json"), self.kept)
         return self.kept[name]
@@ -190,7 +190,7 @@ class Run:
 
     def best_return(self):
         """The largest return of an episode of that data."""
-        return self.keep("best return", lambda: float(self.data().returns.max()))
+        return self.keep("best return", lambda r: float(r.data().returns.max()))
 
     def headline(self):
         """The row that stands for the run: at its headline target, from the first start that has it."""
@@ -206,8 +206,8 @@ class Run:
         episodes = episodes or pick(smoke=1, local=10, paper=100)
         plan = [(start, float(x), episodes) for x in targets or [self.asked]]
         name = " ".join([f"play {episodes} {start}", *(f"{x:.4g}" for _, x, _ in plan), *zero])
-        return self.keep(name, lambda: player.evaluate(
-            self.net, self.meta, plan, self.seed, None, self.meta["sample"], zero))
+        return self.keep(name, lambda r: player.evaluate(
+            r.net, r.meta, plan, r.seed, None, r.meta["sample"], zero))
 
 
 def published(env):
@@ -300,7 +300,7 @@ def runs_of(todo, trained=False, fresh=False, own=False):
     runs = [Run(label or folder_of(spec).name, spec, given, found(spec) or learn(spec), trained)
             for spec, (_, _, label, given) in zip(specs, todo, strict=True)]
     for r in runs:
-        r.keep("spec", lambda r=r: r.spec)
+        r.keep("spec", lambda r: r.spec)
         if "error" in vars(r):
             print(f"{r.label} on {r.env}, seed {r.seed}: {r.error}")
     if stale := [r for r in runs if r.differs]:
@@ -410,7 +410,7 @@ def printed(paper, env, label):
 
 
 def table(runs, paper=None, each_target=False):
-    """A row for each environment and variant (and target), ours and the paper's figures side by side."""
+    """A row for each environment and variant (and target), the paper's figures beside ours."""
     names = dict(return_mean="return", score="score", success="success %",
                  abs_error="mean abs. error of the target")
     groups = {}

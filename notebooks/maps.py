@@ -54,6 +54,13 @@ def attention_maps(model, batch):
     return maps
 
 
+def mean_attention(run):
+    """{"layer i": (L, L)}: of a lab.Run, the mean over heads and windows of a batch, kept with it."""
+    maps = run.keep("attention", lambda run: {
+        title: m.mean((0, 1)).tolist() for title, m in attention_maps(run.net, run.batch()).items()})
+    return {title: torch.tensor(m) for title, m in maps.items()}
+
+
 def put_back(short, kept):
     """Maps (B, H, C, C) over each row's selected tokens, kept (B, L), in their places: (B, H, L, L)."""
     B, L = kept.shape

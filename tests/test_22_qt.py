@@ -358,8 +358,11 @@ def test_a_run_resumes_beyond_the_update_at_which_the_slow_actor_parts_from_the_
     given = TINY | dict(model="qt-dt", critic_d=8)
     whole = T.train(toy(), **given, out=str(tmp_path / "whole"))["run"]
     assert same_end(interrupted(11, tmp_path / "parts", **given), whole)
-    state = torch.load(whole / "last.pt", weights_only=True)["model"]
-    assert not torch.equal(state["slow_actor.head.weight"], state["actor.head.weight"])
+    state = torch.load(whole / "last.pt", weights_only=True)
+    actor, slow = (state["model"][f"{name}.head.weight"] for name in ("actor", "slow_actor"))
+    settings = config.Settings.of(state["settings"]["train"] | state["settings"]["model"], {})
+    start = config.model_of(settings).actor.head.weight
+    assert 0 < (slow - actor).norm() < (start - actor).norm(), "on its way from the start to the actor"
 
 
 def test_presets_name_only_fields_that_exist_and_a_models_own_for_environments_do_not_hold():
