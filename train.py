@@ -507,7 +507,7 @@ def advance(run):
 
 
 def finish(run, **more):
-    """Evaluate a trained run; write tables, pictures and result.json, with more. Returns what train() does."""
+    """Evaluate a trained run; write tables, pictures and result.json, with more. Returns as train() does."""
     began, folder, headline = time.perf_counter(), run.folder, run.meta["headline"]
     text = (f"{title(run.meta)}, seed {run.cfg.seed}\n"
             f"trained in {run.seconds:.0f} s on {machine(run.device)}")

@@ -183,7 +183,7 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
     steps: transitions; the last episode is whole. The same (name, steps, seed) gives the same bits on any
     number of one machine's cores. policy: one of your own, played on one core: policy(env, rng), called when
     an episode has been reset, returns the function observation -> action.
-    Raises UserError for a wrong name, steps or seed, and where an environment or a file can't be made.
+    Raises UserError for wrong arguments and for what can't be made.
     """
     if name not in SETS:
         raise UserError(f"no set is called {name!r}; {nearest(name, SETS)}")
@@ -198,7 +198,7 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
         parts, cores = [lambda env, first, rng: policy(env, rng)], 1
     minutes = steps / SPEED[envs.ENVS[name].family] / 60
     if minutes < 0.5:
-        cores = 1       # processes would take longer to start
+        cores = 1       # quicker
     elif progress:
         print(f"{name}: about {minutes / cores:.1f} minutes on {cores} cores", flush=True)
     root = Path(os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets").expanduser().resolve()
@@ -207,8 +207,7 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
         root.mkdir(parents=True, exist_ok=True)
         write(root, chosen, parts, record, progress, cores)
     except OSError as error:
-        raise UserError(f"{name} can't be stored in {root} ({error}); "
-                        "MINARI_DATASETS_PATH can name another folder") from error
+        raise UserError(f"{name} can't be stored in {root} ({error}); see MINARI_DATASETS_PATH") from error
     return chosen.id
 
 
