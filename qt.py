@@ -44,7 +44,7 @@ class Switches:
     copies: int = 50            # n
     # the released code's
     drop_last: bool = False     # NOTE(code): a window's last reward counts nowhere, though its episode ends
-    stale: bool = False         # NOTE(code): the slow actor stays untrained up to update 1,000; with dropout
+    stale: bool = False         # NOTE(code): the slow actor is untrained up to update 1,000, and has dropout
     q_return: bool = False      # NOTE(code): one candidate is asked for Q, which is not divided by rtg_scale
     report_best: bool = False   # NOTE(code): of all evaluations the best is reported, not the last
     offsets: tuple[float, ...] = (0.0,)     # (M,) targets less the first, divided by rtg_scale; the run's
@@ -114,7 +114,7 @@ class QT(nn.Module):
 
     @torch.no_grad()
     def follow(self, updates):
-        """Move the slow copies by 0.5 %, that of the actor at every fifth update, from the 1,000th on."""
+        """Move the slow copies by 0.5 %, the actor's at every fifth update; up to 1,000 it is the actor."""
         share = 0.005 * (updates % 5 == 0) if updates > 1000 else float(not self.cfg.stale)
         torch._foreach_lerp_(list(self.slow_critics.parameters()), list(self.critics.parameters()), 0.005)
         torch._foreach_lerp_(list(self.slow_actor.parameters()), list(self.actor.parameters()), share)
@@ -261,7 +261,9 @@ def main():
     parser = Parser(add_help=False)
     parser.add_argument("--model", default="dt")
     options, rest = parser.parse_known_args()
-    sys.argv[1:] = rest if "--resume" in rest else ["--model", f"qt-{options.model}", *rest]
+    if not any(x.startswith("--resume") for x in rest):
+        rest += ["--model", f"qt-{options.model}"]
+    sys.argv[1:] = rest
     train.main()
 
 

@@ -386,6 +386,8 @@ def test_the_command_wraps_the_model_it_is_given(capsys):
     code, out, _ = here(qt.main, capsys, "--help")
     assert "weight of the Q term" in out and "weight of the Q term [1.0]" in " ".join(out.split())
     assert "steps that a prediction may depend on" in out, "the model's own comments, too"
+    code, _, err = here(qt.main, capsys, "--resume=nowhere")
+    assert code == 2 and "nothing to resume" in err
     code, _, err = here(qt.main, capsys, "--model", "dx")
     assert code == 2 and "no model is called" in err
 
