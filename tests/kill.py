@@ -129,7 +129,8 @@ def differences(run, whole):
     for name in ("last.pt", "best.pt"):
         states = [torch.load(p / name, weights_only=True) for p in (run, whole)]
         for state in states:
-            state["settings"]["train"].pop("out")       # the folders differ
+            state["settings"]["train"].pop("out")       # the folders differ, and the time that it took
+            state.pop("seconds", None)
         if not same(*states):
             wrong.append(name)
     if (run / "log.csv").read_bytes() != (whole / "log.csv").read_bytes():

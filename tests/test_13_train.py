@@ -151,13 +151,13 @@ def make_tiny_maze(tmp_path, monkeypatch, id="local/pointmaze/umaze-v0"):
     ("--d 10 --n_head 3", "n_head=3 does not divide d=10"),
     ("--device cuda:9", "--device cuda:9 cannot be used"),
     ("--device gpu", "--device gpu cannot be used"), ("--lr", "expected one argument"),
-    ("--lr nan", "--lr must be in (0, 10]"), ("--source dqn", "Atari"),
+    ("--lr nan", "--lr must be in (0, 10]"), ("--source dqn", "has no dqn data"),
     ("--env minari:no/such-v0", "no/such-v0"), ("--env minari:", "not a Minari id"),
     ("--env minari:/", "not a Minari id"), ("--env minari:../x-v0", "not a Minari id"),
     ("--data /no/such/folder", "there is no folder"), ("--resume never", "nothing to resume"),
     ("--run ../x", "the name of a folder"),
-    ("--env kitchen-complete --source d4rl", "no file for kitchen-complete"),
-    ("--env hopper-medium-replay --source minari", "Minari publishes no"),
+    ("--env kitchen-complete --source d4rl", "kitchen-complete has no d4rl data"),
+    ("--env hopper-medium-replay --source minari", "has no minari data"),
     ("--goal rtg --condition none --source local", "goal=rtg has no effect without"),
     ("--steps none", "--steps takes a whole number, not 'none'"), ("--n_head 0", "--n_head must be in [1,"),
     ("--betas 0.9", "--betas takes two"), ("--dropout nan", "--dropout"),
@@ -655,13 +655,13 @@ def test_the_d4rl_layout_trains_from_the_command_line_with_walkers_old_feet(tmp_
 
 
 def test_seeds_end_with_one_table_of_mean_and_interval(tmp_path, monkeypatch, capsys):
+    """Each seed is a run of sweep.py, named by its settings."""
     env = cart_set(tmp_path, monkeypatch)
-    for seeds, out in (("0 1", "runs"), ("2 3 --run mine", "named")):
-        line = f"--env {env} --steps 5 --eval_episodes 1 --seeds {seeds} --out"
-        code, text, err = here(T.main, capsys, *line.split(), tmp_path / out)
-        assert code == 0 and "2 seeds: mean ± 95 % interval" in text, err
-    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"dt-my-cart-v0-s0", "dt-my-cart-v0-s1"}
-    assert {p.name for p in (tmp_path / "named").iterdir()} == {"mine-s2", "mine-s3"}
+    line = f"--env {env} --steps 5 --eval_episodes 1 --seeds 0 1 --out"
+    code, text, err = here(T.main, capsys, *line.split(), tmp_path / "runs")
+    assert code == 0 and "mean ± 95 % interval over seeds" in text and " dt    2      random" in text, err
+    names = sorted(path.parent.name[:-8] for path in (tmp_path / "runs").glob("*/result.json"))
+    assert names == ["dt-my-cart-v0-s0-", "dt-my-cart-v0-s1-"]
 
 
 def test_bench_ends_with_one_line_of_json():

@@ -293,7 +293,9 @@ def test_exploring_asks_for_twice_the_evaluations_return_or_what_is_given_on_oth
     first = begun(seed=1)
     first.explore()
     second = begun(seed=1)
+    before = torch.get_rng_state()
     second.explore()
+    assert torch.equal(torch.get_rng_state(), before)       # training draws as if nothing had been played
     assert torch.equal(first.new[4]["actions"], second.new[4]["actions"])
     second.explore()
     assert not torch.equal(second.new[4]["actions"][:3], second.new[5]["actions"][:3])
@@ -301,13 +303,20 @@ def test_exploring_asks_for_twice_the_evaluations_return_or_what_is_given_on_oth
 
 # ------------------------------------------------------------------ runs
 
-def test_the_warm_up_counts_the_updates_of_both_phases(tmp_path):
+def test_the_warm_up_counts_the_updates_of_both_phases(tmp_path, monkeypatch):
+    rates, set_rate = [], T.set_learning_rate
+
+    def spy(optimizer, rate):
+        rates.append(rate)
+        set_rate(optimizer, rate)
+    monkeypatch.setattr(T, "set_learning_rate", spy)
     given = SMALL | dict(lr=1.0, warmup=100, clip=1e-9, weight_decay=0.0, out=str(tmp_path))
     run = O.fine_tune(stub_data(), **given)["run"]
     rows = [r for r in rows_of(run) if r["lr"]]
     assert {r["phase"] for r in rows} == {"offline", "online"}
     assert [int(r["step"]) for r in rows] == list(range(1, len(rows) + 1)) and len(rows) > 30
-    assert [float(r["lr"]) for r in rows] == pytest.approx([int(r["step"]) / 100 for r in rows])
+    assert [float(r["lr"]) for r in rows] == pytest.approx(rates)
+    assert rates == pytest.approx([int(r["step"]) / 100 for r in rows])
 
 
 def test_a_run_leaves_offline_and_online_rows_and_a_folder_that_eval_reads(tmp_path, capsys):
