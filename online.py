@@ -258,6 +258,8 @@ def fine_tune(trajectories=None, resume=None, body=None, **given):
         model, meta = load_run(body)
         keys = ["model", "rtg_scale", "reward_scale"] + ["env", "source"] * (trajectories is None)
         given = vars(model.cfg) | {key: meta[key] for key in keys} | given
+    if given.get("model", "dt") not in config.MODELS:
+        raise UserError(f"fine-tuning is for a model of models/, not {given['model']}")
     with train.started(trajectories, resume, OnlineRun, **given) as run:
         if not run.envs:
             raise UserError("fine-tuning plays: it needs an environment, and --eval_episodes 1 or more")
