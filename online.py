@@ -1,13 +1,13 @@
 """Online Decision Transformer (Zheng et al., 2022, arXiv 2202.05607), with any of the six models.
 
-Learn from data, then from episodes of one's own: play one, asking for more than the data hold; keep it, with
-the return that it really had; train on windows of what is kept; again.
+Learn from data, then again and again: play an episode, asking for more than the data hold; keep it, with the
+return that it really had; train on windows of what is kept.
 
     python online.py --model dc --env hopper-medium --source local      pre-train, then fine-tune
     python online.py --from runs/RUN        start from a model of train.py
     python online.py --resume runs/RUN      go on with a run that was stopped
 
-Settings are train.py's and OnlineConfig's; eval.py reads the run folders. B batch, d width, A action size.
+B batch, d width, A action size.
 """
 import errors  # noqa: F401, I001 (first: Ctrl-C is quiet while the libraries load)
 import argparse
@@ -259,7 +259,7 @@ def fine_tune(trajectories=None, resume=None, body=None, **given):
         keys = ["model", "rtg_scale", "reward_scale"] + ["env", "source"] * (trajectories is None)
         given = vars(model.cfg) | {key: meta[key] for key in keys} | given
     if given.get("model", "dt") not in config.MODELS:
-        raise UserError(f"fine-tuning is for a model of models/, not {given['model']}")
+        raise UserError("fine-tuning takes a model of models/")
     with train.started(trajectories, resume, OnlineRun, **given) as run:
         if not run.envs:
             raise UserError("fine-tuning plays: it needs an environment, and --eval_episodes 1 or more")
