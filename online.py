@@ -31,7 +31,7 @@ from eval import load_run, rollout
 
 @dataclass(frozen=True)
 class OnlineConfig(config.TrainConfig):
-    env_steps: int = 200_000    # to play, and the last episode to its end
+    env_steps: int = 200_000    # to play, to an episode's end
     explore: float | None = None    # return to ask for while learning; none: twice the evaluation's
     rollouts: int = 1           # episodes a round, side by side
     updates: int = 300          # a round, after its episodes
@@ -39,7 +39,7 @@ class OnlineConfig(config.TrainConfig):
     eval_rounds: int = 10       # rounds between evaluations
     act_context: int = 5        # steps that acting sees, at most context_len
     temperature: float = 0.1    # weight of the entropy, at the start
-    temperature_lr: float = 1e-4    # its learning rate
+    temperature_lr: float = 1e-4    # its rate
     keep_head: bool = False     # with --from: keep the last layer, too
 
 
