@@ -14,12 +14,14 @@ import errors  # noqa: F401, I001 (first: Ctrl-C is quiet while the libraries lo
 import contextlib
 import csv
 import functools
+import gc
 import hashlib
 import io
 import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import tarfile
 import tempfile
 import threading
@@ -40,7 +42,7 @@ from errors import Parser, UserError, run_command, short
 from eval import alignments, evaluate, interval
 from policies import collect
 
-UNNAMED = {"out", "run", "device", "data"}      # settings that decide no number
+UNNAMED = {"out", "run", "device"}      # settings that decide no number
 COLUMNS = (
     "model env label seed dataset source start target headline episodes return_mean return_std score success "
     "abs_error steps seconds machine date error").split()
@@ -59,7 +61,7 @@ def name_of(given):
 
 def finished(folder):
     """What a run's result.json says, or None."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
@@ -71,7 +73,10 @@ def beside(folder, ending):
 def how(given, folder):
     """Arguments of train.train(): to go on with a run, or to begin it."""
     if (folder / "last.pt").exists():
-        return dict(resume=folder)
+        return dict(resume=folder) | {key: given[key] for key in given.keys() & train.MAY_CHANGE}
+    if folder.is_dir():     # stopped before its first checkpoint
+        with train.hold(folder):
+            shutil.rmtree(folder)
     return given | dict(out=str(folder.parent), run=folder.name)
 
 
@@ -82,10 +87,11 @@ def work(given, folder):
     """
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(beside(folder, "lock"), timeout=0):
         if finished(folder) is None:
-            with open(beside(folder, "txt"), "a", encoding="utf-8") as text, contextlib.redirect_stdout(text):
+            text = open(beside(folder, "txt"), "a", encoding="utf-8")
+            with text, contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
                 try:
                     train.train(**how(given, folder))
-                except UserError as error:
+                except Exception as error:      # whatever it is, the other runs go on
                     return failure(error, given, folder)
         return finished(folder)
 
@@ -118,11 +124,11 @@ def begin_process():
 class Lane:
     """A run's turns() on a device that others use, too. Random numbers, and on CUDA a stream, are its own."""
 
-    def __init__(self, turns, device):
-        self.turns = turns
-        self.stream, self.cuda, self.cpu = None, None, torch.get_rng_state()
+    def __init__(self, turns, device, stream=None):
+        self.turns, self.stream = turns, stream
+        self.cuda, self.cpu = None, torch.get_rng_state()
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream()
+            self.stream = stream or torch.cuda.Stream()
             self.default = torch.cuda.default_generators[torch.cuda.current_device()]
             self.cuda = self.default.clone_state()
 
@@ -156,7 +162,8 @@ def turns(given, folder, pool):
             plan, checkpoint = run.due()
             if plan:
                 weights = {key: x.cpu() for key, x in run.model.state_dict().items()}
-                task = pool.submit(play, run.settings, run.meta, weights, plan)
+                settings = run.settings.values(), run.settings.origin
+                task = pool.submit(play, settings, run.meta, weights, plan)
                 while not task.done():
                     yield False
                 run.record(task.result())
@@ -167,50 +174,63 @@ def turns(given, folder, pool):
 
 
 def play(settings, meta, weights, plan):
-    """Run.play() in another process, on the device of the run."""
+    """Run.play() in another process, on the device of the run. settings: (values, origin)."""
+    settings = config.Settings.of(*settings)
     model = config.model_of(settings).to(config.pick_device(settings.train.device))
     model.load_state_dict(weights)
     return evaluate(model, meta, plan, settings.train.seed, None, settings.train.sample)
 
 
-def over_processes(todo, pool):
+def over_processes(todo, workers, pool):
     """Yield (folder, result) of the runs {folder: given} as they end, each trained by a process."""
-    tasks = {pool.submit(work, given, folder): folder for folder, given in todo.items()}
-    while tasks:
+    waiting, tasks = list(todo), {}
+    while waiting or tasks:
+        while waiting and len(tasks) < workers:     # what is handed over cannot be taken back
+            folder = waiting.pop(0)
+            tasks[pool.submit(work, todo[folder], folder)] = folder
         for task in wait(tasks, return_when="FIRST_COMPLETED")[0]:
             folder = tasks.pop(task)
             if result := task.result():
                 yield folder, result
             else:       # another sweep is at it
                 time.sleep(1)
-                tasks[pool.submit(work, todo[folder], folder)] = folder
+                waiting.append(folder)
 
 
 def together(todo, workers, pool, device):
     """The same on one GPU: so many runs take turns in this process; processes play their episodes."""
     waiting, lanes, tasks = dict(todo), {}, {}
+    # torch has 32 streams: two lanes that are given the same one would share cuBLAS's work space
+    streams = [torch.cuda.Stream() if device.type == "cuda" else None for _ in range(min(workers, 32))]
+    workers = len(streams)
     while waiting or lanes or tasks:
         while waiting and len(lanes) < workers:
-            folder, given = waiting.popitem()
-            lanes[folder] = Lane(turns(given, folder, pool), device)
+            folder = next(iter(waiting))
+            given = waiting.pop(folder)
+            lanes[folder] = Lane(turns(given, folder, pool), device, streams.pop())
         busy = False
-        for folder, lane in list(lanes.items()):
+        for folder in list(lanes):
             try:
-                busy |= lane.turn()
+                busy |= lanes[folder].turn()
                 continue
-            except filelock.Timeout:        # another sweep is at it
-                waiting[folder] = todo[folder]
-            except torch.OutOfMemoryError as error:     # later, from its last checkpoint
-                waiting[folder], workers = todo[folder], len(lanes) - 1
-                if not workers:
-                    raise UserError(f"{device} is out of memory; try a smaller --batch_size") from error
-            except UserError as error:
-                yield folder, failure(error, todo[folder], folder)
             except StopIteration:
                 tasks[folder] = pool.submit(work, todo[folder], folder)
-            del lanes[folder]
+            except filelock.Timeout:        # another sweep is at it
+                waiting[folder] = todo[folder]
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError) and len(lanes) > 1:
+                    waiting[folder], workers = todo[folder], len(lanes) - 1     # from its last checkpoint
+                else:
+                    yield folder, failure(error, todo[folder], folder)
+            streams.append(lanes.pop(folder).stream)
+            if device.type == "cuda":       # for the processes that play
+                gc.collect()
+                torch.cuda.empty_cache()
         for folder in [folder for folder, task in tasks.items() if task.done()]:
-            yield folder, tasks.pop(folder).result()
+            if result := tasks.pop(folder).result():
+                yield folder, result
+            else:       # another sweep was quicker
+                waiting[folder] = todo[folder]
         if not busy:
             time.sleep(0.01)
 
@@ -222,13 +242,19 @@ def packed(folder):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for path in folder.glob("[!p]*.*"):     # not part-*
-            tar.add(path, path.name)
+            content = path.read_bytes()
+            entry = tarfile.TarInfo(path.name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
     return out.getvalue()
 
 
 def unpack(content, folder):
+    folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        tar.extractall(folder, filter="data")
+        for entry in tar:
+            text = tar.extractfile(entry).read()
+            train.write_atomically(folder / entry.name, lambda path, text=text: path.write_bytes(text))
 
 
 def task(given, name, content, every):
@@ -288,6 +314,12 @@ def sweep(todo, out="runs", workers=None, ray=None, share=None):
     anything starts, for settings that make no run.
     """
     out = Path(out).expanduser()
+    if not todo:
+        raise UserError("no run is asked for")
+    if len({str(given.get("device")) for given in todo}) > 1 or (workers or 1) < 1:
+        raise UserError("a sweep has one --device, and at least one of --workers")
+    # a node may have a GPU where this machine has none: sizes are decided here
+    todo = [given | {"size": config.resolve(given).train.size} for given in todo]
     todo = {out / name_of(given): given for given in todo}
     results = {folder: finished(folder) for folder in todo}
     left = {folder: todo[folder] for folder, result in results.items() if not result}
@@ -312,7 +344,7 @@ def sweep(todo, out="runs", workers=None, ray=None, share=None):
             pool = stack.enter_context(ProcessPoolExecutor(
                 os.cpu_count() if cuda else workers, multiprocessing.get_context("spawn"), begin_process))
             stack.callback(pool.shutdown, cancel_futures=True)
-            ended = together(left, workers, pool, device) if cuda else over_processes(left, pool)
+            ended = together(left, workers, pool, device) if cuda else over_processes(left, workers, pool)
         for folder, result in ended if left else ():
             results[folder] = result
             bar.update()
@@ -334,8 +366,10 @@ def write_csv(results, path):
         table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         table.writeheader()
         for result in results:
-            for row in result["rows"] or [{}]:
-                table.writerow(result | row | dict(headline=row.get("target") == result.get("asked")))
+            for row in result["rows"]:
+                table.writerow(result | row | dict(headline=row is headline(result)))
+            if not result["rows"]:
+                table.writerow(result)
 
 
 def groups_of(results):
@@ -357,9 +391,10 @@ def summary(results):
     lines = [["set", "runs", "seeds", "start", "target", "return", "score", "success", "|target - achieved|",
               "rank correlation"]]
     for first, runs in groups.items():
-        ranks = {start: interval([np.mean([a["rank_correlation"] for a in each])], 2)
-                 for start, each in alignments([run["rows"] for run in runs])}
-        shown = [run["rows"] if len(groups) == 1 else [headline(run)] for run in runs]
+        plans = {tuple((row["start"], row["target"]) for row in run["rows"]) for run in runs}
+        each = alignments([run["rows"] for run in runs]) if len(plans) == 1 else ()
+        ranks = {start: interval([np.mean([a["rank_correlation"] for a in some])], 2) for start, some in each}
+        shown = [run["rows"] if len(groups) == len(plans) == 1 else [headline(run)] for run in runs]
         for rows in zip(*shown, strict=True):
             figures = [interval([row[key] for row in rows])
                        for key in ("target", "return_mean", "score", "success", "abs_error")]
@@ -383,8 +418,9 @@ def picture(results, path):
     for i, env in enumerate(sets):
         panel = figure.add_subplot(1, len(sets), i + 1, title=env)
         runs = {label: list(map(headline, group)) for (name, label), group in groups.items() if name == env}
-        some = next(iter(runs.values()))[0]
-        key = next(key for key in ("score", "success", "return_mean") if some[key] is not None)
+        rows = [row for group in runs.values() for row in group]
+        key = next(key for key in ("score", "success", "return_mean")
+                   if all(row[key] is not None for row in rows))
         for x, rows in enumerate(runs.values()):
             values = [row[key] for row in rows]
             panel.bar(x, np.mean(values), color="0.8")
@@ -414,11 +450,14 @@ def listed(words):
 def filed(path):
     """The lines of a CSV file, as dicts."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            return [{key: x.split() if " " in x else x for key, x in line.items() if x}
-                    for line in csv.DictReader(file)]
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = [[x.strip() for x in line] for line in csv.reader(file) if any(line)]
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path} cannot be read ({short(error)})") from error
+    if any(len(line) != len(lines[0]) for line in lines):
+        raise UserError(f"{path}: not every line has as many cells as the first")
+    return [{key: x.split() if " " in x else x for key, x in zip(lines[0], line, strict=True) if x}
+            for line in lines[1:]]
 
 
 def main():

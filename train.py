@@ -111,7 +111,9 @@ def captured(step, model, generator):
         if hasattr(module, "static_shapes"):        # DM: as many tokens in every update
             module.static_shapes = True
     warnings.filterwarnings("ignore", message=".*capturable=True.*")     # of these three calls
-    side = torch.cuda.Stream()
+    side = torch.cuda.current_stream()
+    if side == torch.cuda.default_stream():     # which captures nothing
+        side = torch.cuda.Stream()
     for _ in range(3):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -123,6 +125,8 @@ def captured(step, model, generator):
         graph.register_generator_state(generator)
         with torch.cuda.graph(graph, stream=side):      # cuBLAS keeps its work space by stream
             log = step()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:      # a failed capture leaves streams and generators unusable
         raise UserError(f"the update fits no CUDA graph ({short(error)}); add --graph false") from error
     while True:

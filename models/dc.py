@@ -183,7 +183,7 @@ class DecisionConvFormer(nn.Module):
         cfg = self.cfg
         sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d, cfg.window
         if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0 or cfg.d % cfg.n_head:
-            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}, or a size is wrong")
+            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}, or size or timestep_std is low")
         tokens = self.kinds * cfg.context_len
         for name, works, need in (
             ("window", cfg.window <= tokens, f"a longer context_len: there are {tokens} tokens"),

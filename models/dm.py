@@ -290,7 +290,7 @@ class DecisionMixer(nn.Module):
         cfg = self.cfg
         sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d
         if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0 or cfg.d % cfg.n_head:
-            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}, or a size is wrong")
+            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}, or size or timestep_std is low")
         if not (0 < cfg.fixed_k <= 1 and 0 < cfg.k_start < 1 and 0 <= cfg.k_cost < math.inf):
             raise ValueError("fixed_k must lie in (0, 1], k_start in (0, 1), k_cost in [0, inf)")
         mixes = any(self.mixes)

@@ -213,7 +213,7 @@ class DecisionTransformer(nn.Module):
         cfg = self.cfg
         sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d, cfg.patch
         if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0 or cfg.d % cfg.n_head:
-            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}, or a size is wrong")
+            raise ValueError(f"n_head={cfg.n_head} does not divide d={cfg.d}, or size or timestep_std is low")
         attention = cfg.mixer == "attention"
         token = dict(action=cfg.use_actions, rtg=cfg.condition != "none").get(cfg.goal, True)
         goal = cfg.goal == "none" or token and not self.frames and 0 < self.G < cfg.state_shape[0]

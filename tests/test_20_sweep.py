@@ -16,6 +16,7 @@ from test_13_train import ROOT, cart_set, here
 import settings
 import sweep
 import train
+from errors import UserError
 
 GIVEN = dict(size="small", device="cpu", steps=40, batch_size=4, d=8, n_layer=1, n_head=1, context_len=3,
              dropout=0.1, eval_episodes=2, eval_every=15, targets=(20.0, 40.0))
@@ -230,3 +231,53 @@ if __name__ == "__main__":
                           timeout=400, env=os.environ | dict(RAY_DEDUP_LOGS="0"))
     assert code.returncode == 0, code.stdout[-2000:] + code.stderr[-2000:]
     assert all(same(tmp_path / name, alone / name) for name in map(sweep.name_of, todo[::5]))
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(todo, alone, tmp_path):
+    folder = tmp_path / sweep.name_of(todo[0])
+    (tmp_path / "sweep").mkdir()
+    folder.mkdir()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    result = sweep.work(todo[0], folder)
+    torch.set_num_threads(threads)
+    assert result and same(folder, alone / folder.name)
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep", folder.name}
+
+
+def test_one_runs_unexpected_error_is_its_row(todo, tmp_path, monkeypatch):
+    (tmp_path / "sweep").mkdir()
+    monkeypatch.setattr(train, "train", lambda **_: 1 / 0)
+    result = sweep.work(todo[0], tmp_path / "run")
+    assert "division by zero" in result["error"] and result["rows"] == []
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "result.json").write_text("{")
+    assert sweep.finished(tmp_path / "run") is None, "half a file is no result"
+
+
+def test_plans_that_differ_are_compared_at_their_headlines_alone(tmp_path):
+    """As after a change of the data: other targets, and success told by one of them only."""
+    def run(seed, targets, success):
+        rows = [dict(start="random", target=x, episodes=1, achieved=[x + seed], return_mean=x + seed,
+                     score=None, success=success, abs_error=float(seed)) for x in targets]
+        return dict(model="dt", env="e", seed=seed, label="", asked=targets[0], rows=rows)
+    runs = [run(0, (20.0, 40.0), 100.0), run(1, (30.0,), None)]
+    lines = sweep.summary(runs).splitlines()
+    assert len(lines) == 3 and lines[2].split()[:4] == ["e", "dt", "2", "random"]
+    sweep.picture(runs, tmp_path / "scores.png")
+    sweep.write_csv(runs, tmp_path / "results.csv")
+    with open(tmp_path / "results.csv", newline="") as file:
+        assert [row["headline"] for row in csv.DictReader(file)] == ["True", "False", "True"]
+
+
+def test_a_file_of_runs_may_have_spaces_a_mark_and_empty_lines(tmp_path):
+    text = "\ufeffmodel, seed, targets\ndt, 0, 20 40\n,,\n\ndc, 1,\n"
+    (tmp_path / "runs.csv").write_text(text, encoding="utf-8")
+    assert sweep.filed(tmp_path / "runs.csv") == [
+        dict(model="dt", seed="0", targets=["20", "40"]), dict(model="dc", seed="1")]
+    (tmp_path / "runs.csv").write_text("model,seed\ndt,0,1\n")
+    with pytest.raises(UserError, match="not every line has as many cells"):
+        sweep.filed(tmp_path / "runs.csv")
+    (tmp_path / "runs.csv").write_text("model,seed\n")
+    with pytest.raises(UserError, match="no run is asked for"):
+        sweep.sweep(sweep.filed(tmp_path / "runs.csv"), tmp_path / "out")
