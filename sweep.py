@@ -105,7 +105,7 @@ def failure(error, given, folder):
         asked=None, rows=[], error=short(error))
     if isinstance(error, train.Diverged):
         folder.mkdir(exist_ok=True)
-        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        train.write_result(folder, result)
     return result
 
 

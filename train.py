@@ -538,10 +538,14 @@ def finish(run, **more):
     result = facts | dict(
         steps=run.done, asked=headline, seconds=round(run.seconds + time.perf_counter() - began, 1),
         machine=machine(run.device), date=time.strftime("%Y-%m-%d"), rows=rows, best_rows=best_rows) | more
-    write_atomically(folder / "result.json",
-                     lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
+    write_result(folder, result)
     print(f"\n{text}\n{result['seconds']:.0f} s in all; {folder} holds {files}", flush=True)
     return result | dict(run=folder, meta=meta)
+
+
+def write_result(folder, result):
+    write_atomically(folder / "result.json",
+                     lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
 
 
 def begin(settings, trajectories=None, kind=Run):
