@@ -196,10 +196,10 @@ class OnlineRun(train.Run):
         seeds = 10**9 + 1000 * cfg.seed + n * self.round + np.arange(n)     # no evaluation's
         options, record = [list(meta["starts"].values())[-1]] * n, [[] for _ in range(n)]
         generator = torch.Generator(self.device).manual_seed(int(seeds[0]))
-        self.model.eval()
-        result = rollout(self.model, meta, self.envs[:n], [target] * n, seeds, options, sample=True,
+        actor = self.actor.eval()
+        result = rollout(actor, meta, self.envs[:n], [target] * n, seeds, options, sample=True,
                          generator=generator, record=record)
-        self.model.train()
+        actor.train()
         for place, steps in enumerate(record, len(self.kept) + n * self.round):
             fields = zip(FIELDS, zip(*steps, strict=True), strict=True)
             episode = {key: torch.from_numpy(np.array(x)) for key, x in fields if key in self.kept[0]}

@@ -1,8 +1,8 @@
 """What a run is made of, and where each value comes from.
 
-The first of these that names a value decides: the command line; the presets "small-frames" (of frames) and
-"small" (--size small, the default without a GPU); the environment's preset, its family's, "*"; the default of
-the field. What the data decide is filled in when they are loaded. 'python train.py --show' prints all.
+The first of these that names a value decides: the command line; with --size small, the default without a GPU,
+the presets "small-ENVIRONMENT", "small-FAMILY", "small-frames" (of frames) and "small"; the environment's
+preset, its family's, "*"; the default of the field. What the data decide is filled in when they are loaded. 'python train.py --show' prints all.
 """
 import ast
 import dataclasses
@@ -45,6 +45,7 @@ class TrainConfig:
     schedule: Literal["constant", "cosine"] = "constant"    # cosine: to lr_floor at the last update
     lr_floor: float = 0.0           # the cosine's lowest point, as a share of lr
     clip: float = 0.25              # largest gradient norm
+    ema: float = 0.0                # weights that act are an average: this share of it stays; 0: the last
     pct_traj: float = 1.0           # train on the best episodes that hold this share of the data
     rtg_scale: float | None = None  # returns are divided by it; none: the environment's
     reward_scale: float = 1.0       # rewards are divided by it
@@ -54,7 +55,7 @@ class TrainConfig:
     sticky: float = 0.0             # Atari: chance that the emulator repeats an action (data: 0.25)
     sample: bool = False            # evaluation samples discrete actions: not the likeliest
     device: str = "auto"            # auto: cuda where there is one, else cpu
-    amp: bool | None = None         # CUDA: bfloat16; none: for frames, compile, and from d = 256
+    amp: bool | None = None         # bfloat16; none: on CUDA for frames, compile, and from d = 256
     graph: bool = True              # CUDA: the whole update as one graph
     compile: bool = False           # torch.compile
     out: str = "runs"               # folder of the run folders
@@ -67,7 +68,7 @@ RANGES = {
     "(0, inf)": "clip",
     "[0, 1]": "lr_floor conv_ratio gamma",
     "(0, 1]": "pct_traj",
-    "[0, 1)": "betas sticky dropout attn_dropout conv_dropout",
+    "[0, 1)": "betas ema sticky dropout attn_dropout conv_dropout",
     "(0, 10]": "lr temperature_lr",
     "[0, 1000000]": "seed eval_episodes",
     "[1, 100]": "n_layer",
@@ -190,11 +191,11 @@ def resolve(given, kind=Settings):
     size, env = given.get("size", "auto"), given.get("env", TrainConfig.env)
     if size == "auto":
         size = "paper" if pick_device(given.get("device", "auto")).type == "cuda" else "small"
-    presets, stack = ["*"], 0
+    places, frames = [], []
     if env != "arrays" and not env.startswith("minari:"):       # those are data that no paper had
-        stack = envs.get_env(env).stack
-        presets += [envs.get_env(env).family, env]
-    small = ["small", "small-frames"][:1 + (stack > 0)] if size == "small" else []
+        places = [envs.get_env(env).family, env]
+        frames = ["frames"] * (envs.get_env(env).stack > 0)
+    small = ["small", *(f"small-{place}" for place in frames + places)] if size == "small" else []
 
     values, origin = {}, {}
 
@@ -204,7 +205,7 @@ def resolve(given, kind=Settings):
     put({key: f.default for key, f in fields.items()}, "default")
     if "env" not in given:
         put({"source": "local"}, "default without --env")
-    for group, table in itertools.product((presets, small), (module.PRESETS, kind.PRESETS.get(name, {}))):
+    for group, table in itertools.product((["*", *places], small), (module.PRESETS, kind.PRESETS.get(name, {}))):
         for preset in group:
             put(table.get(preset, {}), f'preset "{preset}"')
             for switch in [key for key, x in (values | given).items() if x is True]:
@@ -260,7 +261,8 @@ def fitted(settings, facts, source="auto"):
     if new.get("rtg_scale", cfg.rtg_scale) is None:     # where nothing is known: returns of at most 1
         new["rtg_scale"] = env.scale(source) if env else max(1.0, float(facts.returns.abs().max()))
     if cfg.amp is None:     # bfloat16 costs more in casts than it saves in small products
-        new["amp"] = bool(facts.stack or settings.model.d >= 256 or cfg.compile)
+        large = facts.stack or settings.model.d >= 256 or cfg.compile
+        new["amp"] = bool(large) and pick_device(cfg.device).type == "cuda"
     return settings.replace("data", **new)
 
 

@@ -161,7 +161,7 @@ def turns(given, folder, pool):
             run.update()
             plan, checkpoint = run.due()
             if plan:
-                weights = {key: x.cpu() for key, x in run.model.state_dict().items()}
+                weights = {key: x.cpu() for key, x in run.actor.state_dict().items()}
                 settings = run.settings.values(), run.settings.origin
                 task = pool.submit(play, settings, run.meta, weights, plan)
                 while not task.done():

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn.attention
 from torch import nn
+from torch.optim import swa_utils
 from tqdm import tqdm
 
 import data
@@ -92,7 +93,7 @@ def make_step(model, windows, optimizer, cfg, generator):
         clipped.setdefault((group.get("lr_scale", 1.0), group.get("part")), []).extend(group["params"])
 
     def step():
-        with torch.autocast(device.type, torch.bfloat16, enabled=cuda and bool(cfg.amp)):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bool(cfg.amp)):
             loss, log = loss_of(windows.sample(cfg.batch_size, generator))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -209,6 +210,8 @@ class Run:
         self.windows = self.windows_of(t)
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)     # draws batches alone
         self.optimizer = make_optimizer(self.model, cfg, self.device)
+        average = swa_utils.get_ema_multi_avg_fn(cfg.ema)
+        self.average = swa_utils.AveragedModel(self.model, multi_avg_fn=average) if cfg.ema else None
         self.step = make_step(self.model, self.windows, self.optimizer, cfg, self.generator)
         self.meta = meta | dict(state_mean=self.windows.mean, state_std=self.windows.std)
         arrays = (t.rewards, t.actions) if t.stack else (t.rewards, t.actions, t.states)
@@ -224,18 +227,26 @@ class Run:
         return self.Windows(t, sizes.context_len, self.device, cfg.rtg_scale, cfg.reward_scale,
                             sizes.max_ep_len, sizes.goal != "none", cfg.windows, **more)
 
+    @property
+    def actor(self):
+        """The model whose weights act."""
+        return self.average.module if self.average and self.done else self.model
+
     def load(self, state):
         """Go on from what save() wrote. Raises UserError if the data are not those of its beginning."""
         if state["fingerprint"] != self.fingerprint:
             raise UserError(f"{self.folder} began with other data (set, source, transitions, hashes): "
                             f"{state['fingerprint']}, and not {self.fingerprint}")
         try:
-            self.model.load_state_dict(state["model"])
-            groups = self.optimizer.state_dict()["param_groups"]    # those of this device, not of the run's
-            self.optimizer.load_state_dict(dict(state=state["optimizer"], param_groups=groups))
             for key in self.SAVED:
                 setattr(self, key, state[key])
+            self.actor.load_state_dict(state["model"])
+            self.model.load_state_dict(state.get("trained", state["model"]))
+            groups = self.optimizer.state_dict()["param_groups"]    # those of this device, not of the run's
+            self.optimizer.load_state_dict(dict(state=state["optimizer"], param_groups=groups))
             self.sums = {key: x.to(self.device) for key, x in self.sums.items()}
+            if self.average:
+                self.average.n_averaged.fill_(self.done)
             old, code = state["meta"].get("code", {}), self.meta["code"]
             self.meta["code"] = {file: x if x == old.get(file) else f"{old.get(file)}+{x}"
                                  for file, x in code.items()}     # of both parts
@@ -254,9 +265,11 @@ class Run:
         """Write log.csv and last.pt, from which training goes on; or best.pt, to act with."""
         self.meta["step"] = self.done
         settings = dict(train=vars(self.cfg), model=vars(self.settings.model), origin=self.settings.origin)
-        state = dict(model=self.model.state_dict(), settings=settings, meta=self.meta)
+        state = dict(model=self.actor.state_dict(), settings=settings, meta=self.meta)
         if which == "last":
             self.write_log()
+            if self.average:
+                state["trained"] = self.model.state_dict()
             state |= {key: getattr(self, key) for key in self.SAVED} | dict(
                 optimizer=self.optimizer.state_dict()["state"], generator=self.generator.get_state(),
                 torch_rng=torch.get_rng_state(), cuda_rng=None)
@@ -284,6 +297,8 @@ class Run:
         set_learning_rate(self.optimizer, learning_rate(self.cfg, self.done))
         for key, x in self.step().items():
             self.sums[key] = self.sums[key] + x if key in self.sums else x.clone()
+        if self.average:
+            self.average.update_parameters(self.model)
         self.done += 1
         self.count += 1
         if self.done % max(1, self.cfg.steps // 100) == 0 or self.done == self.cfg.steps:
@@ -307,7 +322,7 @@ class Run:
 
     def play(self, plan, model=None):
         """Rows of an evaluation."""
-        return evaluate(model or self.model, self.meta, plan, self.cfg.seed, self.envs, self.cfg.sample)
+        return evaluate(model or self.actor, self.meta, plan, self.cfg.seed, self.envs, self.cfg.sample)
 
     def record(self, rows, checkpoint="last", **facts):
         """Put the rows of an evaluation into the log, too."""

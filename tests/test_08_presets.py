@@ -232,6 +232,13 @@ def test_small_sizes_take_the_environments_own_return_scale(model, env):
 
 
 @pytest.mark.parametrize("model", settings.MODELS)
+def test_a_small_ant_has_a_wider_model_and_more_updates_than_a_small_point(model):
+    point, ant = (used(model, env, size="small") for env in ("pointmaze-umaze", "antmaze-umaze"))
+    assert ant["d"] > point["d"] and ant["steps"] > point["steps"] and ant["lr"] == point["lr"]
+    assert used(model, "antmaze-large-diverse", size="small") == ant | {"env": "antmaze-large-diverse"}
+
+
+@pytest.mark.parametrize("model", settings.MODELS)
 def test_dmc_starts_from_starformers_table_5_for_all_six(model):
     """Table 5: 6 layers of 8 heads, dropout 0.1, rate 1e-3, decay 0.1, clip 1.0; it gives its DT baseline the
     same training."""
@@ -251,11 +258,12 @@ def test_small_frames_are_of_one_size_for_all_six(model, env):
 
 @pytest.mark.parametrize("model", settings.MODELS)
 def test_every_preset_names_fields_and_environments_that_exist(model):
-    """A misspelt key would be a preset that nobody gets."""
+    """A misspelt key would be a preset that nobody gets. One may add a switch: "atari hybrid"."""
     module = settings.model_module(model)
     known = {f for config in (settings.TrainConfig, module.Config) for f in config.__dataclass_fields__}
     envs = settings.envs.ENVS
-    names = {"*", "small", "small-frames"} | set(envs) | {env.family for env in envs.values()}
+    places = set(envs) | {env.family for env in envs.values()}
+    names = {"*", "small", "small-frames"} | places | {f"small-{place}" for place in places}
     for key, values in module.PRESETS.items():
         name, _, switch = key.partition(" ")
         assert name in names and (not switch or switch in known), key

@@ -81,19 +81,22 @@ def losses_of(run):
 # ------------------------------------------------------------------ settings
 
 def test_a_value_comes_from_the_most_particular_place_that_names_it(monkeypatch):
-    """default < "*" < family < environment < "small" < command line."""
+    """default < "*" < family < environment < "small" < "small" of the place < command line."""
     dt = importlib.import_module("models.dt")
     monkeypatch.setattr(dt, "PRESETS", {
-        "*": dict(lr=1.0, clip=1.0, d=16, warmup=1, steps=1),
-        "hopper": dict(clip=2.0, d=32, warmup=2, steps=2),
-        "hopper-medium": dict(d=64, warmup=3, steps=3),
-        "small": dict(warmup=4, steps=4)})
-    settings = config.resolve(dict(env="hopper-medium", size="small", steps=5))
-    keys = "batch_size lr clip d warmup steps".split()
-    assert [settings.values()[k] for k in keys] == [64, 1.0, 2.0, 64, 4, 5]
+        "*": dict(lr=1.0, clip=1.0, d=16, warmup=1, n_layer=1, n_head=1, steps=1),
+        "hopper": dict(clip=2.0, d=32, warmup=2, n_layer=2, n_head=2, steps=2),
+        "hopper-medium": dict(d=64, warmup=3, n_layer=3, n_head=4, steps=3),
+        "small-hopper-medium": dict(n_head=8, steps=6),
+        "small-hopper": dict(n_layer=5, n_head=16, steps=5),
+        "small-walker2d": dict(warmup=9),
+        "small": dict(warmup=4, n_layer=4, n_head=4, steps=4)})
+    settings = config.resolve(dict(env="hopper-medium", size="small", steps=7))
+    keys = "batch_size lr clip d warmup n_layer n_head steps".split()
+    assert [settings.values()[k] for k in keys] == [64, 1.0, 2.0, 64, 4, 5, 8, 7]
     assert [settings.origin[k] for k in keys] == [
         "default", 'preset "*"', 'preset "hopper"', 'preset "hopper-medium"', 'preset "small"',
-        "command line"]
+        'preset "small-hopper"', 'preset "small-hopper-medium"', "command line"]
     assert config.resolve(dict(env="hopper-medium", size="paper")).train.warmup == 3
     assert settings.train.source == "auto" and config.resolve({}).train.source == "local"
 
@@ -183,17 +186,6 @@ def test_show_prints_every_value_with_its_source_and_the_models_size():
     assert fields <= lines.keys()
 
 
-@pytest.mark.parametrize("name", config.MODELS)
-def test_presets_name_only_fields_that_exist(name):
-    """A preset is called by a family, an environment or a size, and may add a switch: "atari hybrid"."""
-    module = importlib.import_module(f"models.{name}")
-    known = {f.name for f in (*dataclasses.fields(config.TrainConfig), *dataclasses.fields(module.Config))}
-    families = {"*", "small", "small-frames"} | set(envs.ENVS) | {env.family for env in envs.ENVS.values()}
-    for key, preset in module.PRESETS.items():
-        first, *switches = key.split()
-        assert first in families and set(switches) <= known and set(preset) <= known, key
-
-
 # ------------------------------------------------------------------ one step
 
 def test_the_learning_rate_warms_up_then_stays_or_falls_to_zero_and_never_climbs_again():
@@ -226,6 +218,36 @@ def test_a_step_is_sample_loss_backward_clip_adamw():
     assert norm > 0.01, "clipping must have something to do"
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_with_ema_an_average_of_the_weights_acts_and_training_goes_on_from_the_weights(tmp_path, monkeypatch):
+    """The first update's weights, and from then on 0.8 of the average and 0.2 of the new weights."""
+    after = []
+    update = T.Run.update
+
+    def watched(run):
+        update(run)
+        after.append([p.detach().clone() for p in run.model.parameters()])
+    monkeypatch.setattr(T.Run, "update", watched)
+    plain, folder = (T.train(toy(), **TINY, ema=x, out=str(tmp_path))["run"] for x in (0.0, 0.8))
+    assert all(map(torch.equal, sum(after[:20], []), sum(after[20:], []))), "averaging changed the training"
+    average = [x.double() for x in after[0]]
+    for weights in after[1:20]:
+        average = [0.8 * a + 0.2 * x.double() for a, x in zip(average, weights, strict=True)]
+    for a, b in zip(load_run(folder)[0].parameters(), average, strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-6)
+    last = list(load_run(plain)[0].parameters())
+    assert max(float((a - b).abs().max().detach()) for a, b in zip(last, average, strict=True)) > 1e-4
+
+
+@pytest.mark.parametrize("model", config.MODELS)
+def test_an_update_in_bfloat16_is_near_the_one_in_float32_on_a_cpu_too(model, tmp_path):
+    losses = []
+    for amp in (False, True):
+        run, _ = T.begin(config.resolve(TINY | dict(env="arrays", model=model, amp=amp, d=32)), toy())
+        for _ in range(3):
+            losses.append(float(run.step()["loss"]))
+    assert losses[3:] == pytest.approx(losses[:3], rel=0.03) and losses[3:] != losses[:3]
 
 
 class Two(torch.nn.Module):
@@ -361,10 +383,11 @@ def same_end(a, b):
     return same and (a / "log.csv").read_bytes() == (b / "log.csv").read_bytes()
 
 
-@pytest.mark.parametrize("update", [0, 6, 129])
-def test_a_stopped_and_resumed_run_ends_with_the_very_same_log_and_weights(update, tmp_path):
+@pytest.mark.parametrize("update, more", [
+    (0, {}), (6, {}), (129, {}), (129, dict(ema=0.9)), (6, dict(amp=True))], ids=str)
+def test_a_stopped_and_resumed_run_ends_with_the_very_same_log_and_weights(update, more, tmp_path):
     """250 updates are logged in pairs: stopping between the two must not lose the first one's loss."""
-    given = TINY | dict(steps=250, dropout=0.1)
+    given = TINY | dict(steps=250, dropout=0.1) | more
     whole = T.train(toy(), **given, out=str(tmp_path / "whole"))["run"]
     assert same_end(interrupted(update, tmp_path / "parts", **given), whole)
 
