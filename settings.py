@@ -1,8 +1,9 @@
 """What a run is made of, and where each value comes from.
 
-The first of these that names a value decides: the command line; with --size small, the default without a GPU,
-the presets "small-ENVIRONMENT", "small-FAMILY", "small-frames" (of frames) and "small"; the environment's
-preset, its family's, "*"; the default of the field. What the data decide is filled in when they are loaded. 'python train.py --show' prints all.
+The first of these that names a value decides: the command line; with --size small, the default without a
+GPU, the presets "small-ENVIRONMENT", "small-FAMILY", "small-frames" (of frames) and "small"; the
+environment's preset, its family's, "*"; the default of the field. What the data decide is filled in when they
+are loaded. 'python train.py --show' prints all.
 """
 import ast
 import dataclasses
@@ -205,7 +206,8 @@ def resolve(given, kind=Settings):
     put({key: f.default for key, f in fields.items()}, "default")
     if "env" not in given:
         put({"source": "local"}, "default without --env")
-    for group, table in itertools.product((["*", *places], small), (module.PRESETS, kind.PRESETS.get(name, {}))):
+    tables = module.PRESETS, kind.PRESETS.get(name, {})
+    for group, table in itertools.product((["*", *places], small), tables):
         for preset in group:
             put(table.get(preset, {}), f'preset "{preset}"')
             for switch in [key for key, x in (values | given).items() if x is True]:
