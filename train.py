@@ -467,16 +467,17 @@ def started(trajectories=None, resume=None, kind=Run, **given):
         yield run
 
 
-def train(trajectories=None, resume=None, **given):
+def train(trajectories=None, resume=None, watch=None, **given):
     """Train, evaluate, and write a run folder. given: fields of TrainConfig and of the model's Config.
 
-    trajectories: data of your own in place of a data set. resume: the folder of a run to go on with.
+    trajectories: data of your own in place of a data set. resume: the folder of a run to go on with. watch:
+    a function of the Run, called after each update.
     Returns what result.json holds, with {"run" (the folder), "meta"}. "rows" and "best_rows": see
     eval.evaluate; "asked": the headline target; "seconds": of training and evaluation, of all parts of a run.
     Raises UserError for what the user can put right. Ctrl-C leaves a checkpoint and raises SystemExit(130).
     """
     with started(trajectories, resume, **given) as run:
-        advance(run)
+        advance(run, watch)
         if run.done < run.cfg.steps:
             run.save()
             print(f"stopped after update {run.done:,}; python train.py --resume {run.folder} goes on")
@@ -498,8 +499,8 @@ def machine(device):
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def advance(run):
-    """Train to the end, or until a signal."""
+def advance(run, watch=None):
+    """Train to the end, or until a signal; see train()."""
     cfg, first, before, quiet = run.cfg, run.done, run.seconds, not sys.stderr.isatty()
     started = time.perf_counter()
     bar = tqdm(total=cfg.steps, initial=first, unit="update", disable=quiet, dynamic_ncols=True)
@@ -515,6 +516,8 @@ def advance(run):
             run.seconds = before + time.perf_counter() - started
             if checkpoint:
                 run.save()
+            if watch:
+                watch(run)
             bar.update()
             loss = f"loss {run.loss:.4f}"
             bar.set_postfix_str(loss, refresh=False)
