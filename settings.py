@@ -227,7 +227,7 @@ def typed(key, x, kind):
     if type(None) in kinds:     # a flag of several values brings ['none']
         return None if text.strip("[']").lower() == "none" else typed(key, x, kinds[0])
     if Ellipsis in kinds:       # a tuple
-        items = x if isinstance(x, list | tuple | np.ndarray) else [x]
+        items = x if isinstance(x, list | tuple | np.ndarray) else text.split()
         return tuple(typed(key, item, kinds[0]) for item in items)
     if kinds:       # a Literal
         if text not in kinds:

@@ -6,7 +6,8 @@
     python sweep.py ... --workers 4         runs at once; otherwise one a core, or 8 on a GPU
     python sweep.py ... --ray auto          as tasks of a Ray cluster (pip install ray): auto, or its address
 
-Every setting of train.py may have several values here; several numbers for one are text with spaces.
+Every setting of train.py may have several values here, but for those that take several numbers: --targets
+50 100 150 is one value for all runs. In a file, too, such numbers stand in one cell, parted by spaces.
 A run's folder is named by its settings: the same command again finds finished runs and goes on with the
 others. The folder --out gets results.csv (a row a run and target), table.txt and scores.png.
 """
@@ -43,6 +44,7 @@ from eval import alignments, evaluate, interval
 from policies import collect
 
 UNNAMED = {"out", "run", "device"}      # settings that decide no number
+MANY = {"targets", "betas"}     # settings of several numbers
 COLUMNS = (
     "model env label seed dataset source start target headline episodes return_mean return_std score success "
     "abs_error steps seconds machine date error").split()
@@ -442,7 +444,9 @@ def listed(words):
         elif not lists:
             raise UserError(f"what is {word!r}? Settings are given as --name value value ...")
         else:
-            values.append(word.split() if " " in word else word)
+            values.append(word)
+    for key in lists.keys() & MANY:
+        lists[key] = [" ".join(lists[key])]
     return [dict(zip(lists, values, strict=True))
             for values in itertools.product(*(values or [True] for values in lists.values()))]
 
@@ -456,8 +460,7 @@ def filed(path):
         raise UserError(f"{path} cannot be read ({short(error)})") from error
     if any(len(line) != len(lines[0]) for line in lines):
         raise UserError(f"{path}: not every line has as many cells as the first")
-    return [{key: x.split() if " " in x else x for key, x in zip(lines[0], line, strict=True) if x}
-            for line in lines[1:]]
+    return [{key: x for key, x in zip(lines[0], line, strict=True) if x} for line in lines[1:]]
 
 
 def main():

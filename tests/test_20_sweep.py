@@ -1,5 +1,6 @@
 """Many runs: the same numbers as one by one, whatever trains them and whatever interrupts it."""
 import csv
+import dataclasses
 import itertools
 import os
 import random
@@ -198,8 +199,12 @@ def test_a_name_is_decided_by_what_decides_numbers():
 
 
 def test_every_combination_of_the_lists_is_a_run():
-    runs = sweep.listed("--models dt dc --seeds 0 1 --targets 20 --betas".split() + ["0.9 0.95"])
-    assert len(runs) == 4 and runs[0] == dict(model="dt", seed="0", targets="20", betas=["0.9", "0.95"])
+    """Settings that take several numbers take all that follow, as on train.py's command line."""
+    runs = sweep.listed("--models dt dc --seeds 0 1 --targets 20 40 --betas".split() + ["0.9 0.95"])
+    assert len(runs) == 4 and runs[0] == dict(model="dt", seed="0", targets="20 40", betas="0.9 0.95")
+    assert settings.resolve(runs[0]).train.targets == (20, 40)
+    several = {f.name for f in dataclasses.fields(settings.TrainConfig) if "tuple" in str(f.type)}
+    assert several == sweep.MANY
     assert sweep.listed("--use_actions --lr 1 2".split()) == [
         dict(use_actions=True, lr="1"), dict(use_actions=True, lr="2")]
 
@@ -274,7 +279,7 @@ def test_a_file_of_runs_may_have_spaces_a_mark_and_empty_lines(tmp_path):
     text = "\ufeffmodel, seed, targets\ndt, 0, 20 40\n,,\n\ndc, 1,\n"
     (tmp_path / "runs.csv").write_text(text, encoding="utf-8")
     assert sweep.filed(tmp_path / "runs.csv") == [
-        dict(model="dt", seed="0", targets=["20", "40"]), dict(model="dc", seed="1")]
+        dict(model="dt", seed="0", targets="20 40"), dict(model="dc", seed="1")]
     (tmp_path / "runs.csv").write_text("model,seed\ndt,0,1\n")
     with pytest.raises(UserError, match="not every line has as many cells"):
         sweep.filed(tmp_path / "runs.csv")
