@@ -1,6 +1,6 @@
-"""Quirks of the papers' released code that a score could feel, each to be switched on for one run (X-3).
+"""Quirks of the papers' released code that a score could feel (X-3), and two changes of our own (X-4).
 
-    with quirks("left padding"):
+    with quirks("left padding"):        # for one run
         train.train(...)
 
 Our own models and loader have none of them.
@@ -15,12 +15,13 @@ import torch.nn.functional as F
 
 import data
 import train
-from models import dc, radt, starformer
+from models import dc, dt, radt, starformer
 
 # what is replaced, and which steps of RADT's present batch are real
 ours = SimpleNamespace(
     gather=data.Windows.gather, act=dc.Model.act, previous=starformer.Model.previous,
-    features=radt.Model.features, attention=radt.QKVAttention.forward, mask=None)
+    features=radt.Model.features, attention=radt.QKVAttention.forward, mask=None,
+    loss=dt.Model.loss, act_dt=dt.Model.act)
 
 
 def unclamped(cfg, step):
@@ -91,12 +92,39 @@ def leaky_previous(model, actions, rewards, rtg):
     return a, rewards.to(c.dtype) if model.training and model.cfg.condition == "reward" else c
 
 
+def last_step(mask):
+    """(B, K) bool: the last real step of each window."""
+    return torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1
+
+
+def loss_of_last(model, batch):
+    """DT's loss at the last real step of each window alone."""
+    return ours.loss(model, batch | {"mask": last_step(batch["mask"])})
+
+
+def loss_of_last_return(model, batch):
+    """The same, with zeros for the returns of all earlier steps.
+
+    If every step of a window were to learn, later ones would still hear of earlier returns, through states.
+    """
+    rtg = batch["rtg"] * last_step(batch["mask"])[..., None]
+    return loss_of_last(model, batch | {"rtg": rtg})
+
+
+def act_on_last_return(model, states, actions, rewards, rtg, timesteps, **kwargs):
+    """DT's act with zeros for the returns of all steps but the last."""
+    rtg = F.pad(rtg[:, -1:], (0, 0, rtg.shape[1] - 1, 0))
+    return ours.act_dt(model, states, actions, rewards, rtg, timesteps, **kwargs)
+
+
 QUIRKS = {      # name: (class or module, what of it is replaced, by what)
     "left padding": [(data.Windows, "gather", left), (dc.Model, "act", act_left)],
     "inverted mask": [(data.Windows, "gather", left), (radt.Model, "features", remember_mask),
                       (radt.QKVAttention, "forward", inverted_mask)],
     "unclamped cosine": [(train, "learning_rate", unclamped)],
     "clamped cosine": [(train, "learning_rate", clamped)],
+    "last step": [(dt.Model, "loss", loss_of_last)],
+    "last return": [(dt.Model, "loss", loss_of_last_return), (dt.Model, "act", act_on_last_return)],
     "label leak": [(starformer.Model, "previous", leaky_previous)],
 }
 

@@ -304,6 +304,38 @@ def test_inverted_mask_blinds_real_tokens_of_padded_windows():
     torch.testing.assert_close(acting, model(**x)[:, -1])       # acting pads nothing
 
 
+def test_of_the_last_return_alone_nothing_before_is_learnt_or_heard():
+    """Earlier returns and losses change neither the gradient nor the action; the last return does."""
+    cfg = dt.Config(state_shape=(3,), act_dim=2, **SMALL)
+    model, inputs = spread(dt.Model(cfg)), doubled(batch(cfg))
+    inputs["mask"][0, 2:] = False
+    last = torch.tensor([1, 3, 3])
+    past = torch.arange(4)[None, :, None] < last[:, None, None]
+
+    def gradient(**new):
+        model.zero_grad()
+        loss, _ = model.loss(inputs | new)
+        loss.backward()
+        return loss.item(), model.blocks[0].mixer.qkv.weight.grad.clone()
+    with released.quirks("last step"):
+        error = (model(**inputs) - inputs["actions"]).square().mean(-1)
+        loss, _ = gradient()
+        assert loss == pytest.approx(float(error[range(3), last].detach().mean()))
+        heard, _ = gradient(rtg=inputs["rtg"] + past)
+    assert heard != loss, "all returns are read"
+    with released.quirks("last return"):
+        loss, slope = gradient()
+        again, other = gradient(rtg=inputs["rtg"] + past)
+        assert again == loss and torch.equal(slope, other)
+        assert gradient(rtg=inputs["rtg"] + ~past)[0] != loss
+        history = [inputs[key] for key in ("states", "actions", "rewards", "rtg", "timesteps")]
+        action = model.act(*history)
+        history[3] = history[3] + (torch.arange(4)[None, :, None] < 3)
+        assert torch.equal(model.act(*history), action)
+        history[3] = history[3] + 1
+        assert not torch.equal(model.act(*history), action)
+
+
 def test_label_leak_shows_the_present_reward_while_training_only():
     model = starformer.Model(starformer.Config(context_len=3, d=16, n_layer=1, dropout=0.0))
     x = batch(model.cfg)
