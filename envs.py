@@ -141,6 +141,19 @@ for _name, _A, _repeat in [
     ENVS[_name] = Env("dmc", _id, 0, _A, 1000 // _repeat, 1000.0, kwargs={"action_repeat": _repeat}, stack=3,
                       note="nobody publishes frames of these tasks: collect or record your own")
 
+# Many tasks, some of them unseen in training (DM paper, Appendix D): the numbers of its Table 9, the unseen
+# ones first. Training chooses by the last start, so never by the unseen ones. Return scale: ours, small
+# enough that the reward of a step shows in the return-to-go; Prompt-DT divides by 500, in MetaWorld by 650.
+for _name, _id, _S, _A, _len, _scale, _unseen, _seen in [
+    ("cheetah-vel", "CheetahVel", 17, 6, 200, 100.0, [2, 7, 15, 23, 26], range(40)),
+    ("ant-dir", "AntDir", 27, 8, 200, 100.0, [6, 17, 23, 30, 41], range(50)),
+    ("metaworld-ml10", "MetaWorld", 39, 4, 500, 1000.0, [11, 24, 41], [0, 9, 19, 29, 33, 36, 39, 40, 48, 49]),
+    ("metaworld-ml45", "MetaWorld", 39, 4, 500, 1000.0, [11, 17, 25, 36, 41], range(50)),
+]:
+    _seen = [i for i in _seen if i not in _unseen]
+    ENVS[_name] = Env("tasks", f"{_id}-v0", _S, _A, _len, _scale, note="nobody publishes data of these tasks",
+                      starts={"unseen": {"tasks": _unseen}, "seen": {"tasks": _seen}})
+
 
 def get_env(name):
     if name not in ENVS:
@@ -150,10 +163,11 @@ def get_env(name):
 
 
 def robotics():
-    """gymnasium, with the robotics environments registered, and without their notice about other versions."""
+    """gymnasium, which knows the robotics environments and those of policies/tasks.py from now on."""
     import gymnasium
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
-        import gymnasium_robotics  # noqa: F401
+        import gymnasium_robotics  # noqa: F401     (with a notice about other versions)
+    from policies import tasks  # noqa: F401
     return gymnasium
 
 
@@ -179,8 +193,8 @@ def make(spec, **kwargs):
     except Exception as error:      # whatever the package behind it raises
         raise UserError(
             f"the environment {getattr(spec, 'id', spec)} cannot be made ({short(error)}).\nKnown to work: "
-            "pip install gymnasium-robotics==1.4.2 mujoco==3.3.0 ale-py==0.12.1 dm-control==1.0.28. "
-            "To train without acting, add --eval_episodes 0") from error
+            "pip install gymnasium-robotics==1.4.2 mujoco==3.3.0 ale-py==0.12.1 dm-control==1.0.28 "
+            "metaworld==3.1.1. To train without acting, add --eval_episodes 0") from error
     if xml := getattr(env.unwrapped, "tmp_xml_file_path", None):
         Path(xml).unlink(missing_ok=True)       # a maze leaves it in the temporary folder
     return env

@@ -25,6 +25,9 @@ from errors import Parser, UserError, nearest, short
 
 MODELS = sorted(path.stem for path in (Path(__file__).parent / "models").glob("[a-z]*.py"))
 
+# the last three: layers, heads and width of the DM paper's Table 4, with what else "paper" presets say
+Size = Literal["auto", "paper", "small", "3-1-256", "6-4-256", "12-12-768"]
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -33,7 +36,7 @@ class TrainConfig:
     source: Literal["auto", "minari", "d4rl", "dqn", "local"] = "auto"      # auto: cached or downloaded
     data: str = ""                  # folder of the data: a Minari root, HDF5 files, or a DQN replay
     transitions: int = 500_000      # of frames: about how many to load (papers: 1 % of the replay)
-    size: Literal["auto", "paper", "small"] = "auto"        # auto: paper on a GPU, small elsewhere
+    size: Size = "auto"             # auto: paper on a GPU, small elsewhere; others: LAYERS-HEADS-WIDTH
     seed: int = 0                   # of weights, batches, dropout and evaluation
     steps: int = 100_000            # gradient updates
     batch_size: int = 64            # windows an update
@@ -213,6 +216,11 @@ def resolve(given, kind=Settings):
             for switch in [key for key, x in (values | given).items() if x is True]:
                 both = f"{preset} {switch}"     # with --hybrid, "atari hybrid" follows "atari"
                 put(table.get(both, {}), f'preset "{both}"')
+    if "-" in size:
+        sizes = dict(zip(("n_layer", "n_head", "d"), map(int, size.split("-")), strict=True))
+        if not (values | given).get("hybrid", True):
+            del sizes["n_head"]     # DC without attention has no heads
+        put(sizes, f'size "{size}"')
     put(given, "command line")
     return kind.of(values | {"size": size}, origin)
 

@@ -1,4 +1,4 @@
-"""Draws the six architectures, docs/<model>.svg, with the standard library alone.
+"""Draws the six architectures, docs/<model>.svg, and the lessons' drawings, with the standard library alone.
 
     python docs/draw.py
 
@@ -21,9 +21,10 @@ FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
 class Drawing:
     """A list of SVG elements; the methods append to it."""
 
-    def __init__(self, title):
+    def __init__(self, title, width=WIDTH, height=HEIGHT):
+        self.width, self.height = width, height
         self.parts = [f"<title>{title}</title>"]
-        self.box(0.5, 0.5, WIDTH - 1, HEIGHT - 1, 10, fill=CARD, stroke=EDGE)
+        self.box(0.5, 0.5, width - 1, height - 1, 10, fill=CARD, stroke=EDGE)
         self.text(24, 34, title, 14.5, INK, "start", "bold")
 
     def add(self, tag, content="", **attributes):
@@ -86,18 +87,23 @@ class Drawing:
     def node(self, x, y, color=INK, size=4):
         self.add("circle", cx=x, cy=y, r=size, fill=color)
 
-    def prediction(self, x, start, name="a₃"):
+    def prediction(self, x, start, name="a₃", top=TOP):
         """The action that comes out, above the place start."""
-        self.arrow(x, start, TOP + 17)
-        self.shape(x, TOP, "a", 13, fill=CARD, stroke=FILL["a"], stroke_width=2, stroke_dasharray="4 2.5")
-        self.text(x, TOP + 4.5, name, 12.5, INK, weight="bold")
+        self.arrow(x, start, top + 17)
+        self.shape(x, top, "a", 13, fill=CARD, stroke=FILL["a"], stroke_width=2, stroke_dasharray="4 2.5")
+        self.text(x, top + 4.5, name, 12.5, INK, weight="bold")
 
     def caption(self, x, words):
         """What the tokens are, under them."""
-        self.text(x, HEIGHT - 11, words, 11)
+        self.text(x, self.height - 11, words, 11)
+
+    def level(self, y, name, shape):
+        """Of a lesson's drawing: the name and shape of what passes at this height, on the right."""
+        self.text(self.width - 172, y - 2, name, 12, INK, "start")
+        self.text(self.width - 172, y + 14, shape, 12, LINE, "start")
 
     def svg(self):
-        size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
         opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">'
         return "\n".join([opening, *self.parts, "</svg>", ""])
 
@@ -250,8 +256,38 @@ def dm():
     return d.svg()
 
 
+def dt_lesson():
+    """The whole model with the shapes of what passes through it."""
+    d = Drawing("Decision Transformer, with shapes", 660, 440)
+    names = TOKENS + ["a₃"]
+    places = [59 + 46 * i for i in range(9)]
+    d.band(22, 324, 446, 34, "a linear layer for each kind, plus the timestep's embedding")
+    d.band(22, 146, 446, 116, "attention, then an MLP; n_layer times")
+    d.band(22, 84, 446, 30, "a linear layer and tanh")
+    for i, x in enumerate(places):
+        d.line(x, 376, x, 304, LINE, 1.2)
+        d.line(x, 274, x, 252, LINE, 1.2)
+        d.token(x, 392, names[i])
+        d.token(x, 290, names[i])
+    for i in (1, 4, 7):
+        color = INK if i == 7 else FAINT
+        for x in places[:i + 1]:
+            d.line(x, 252, places[i], 176, color, 1.6 if i == 7 else 1.2)
+        d.node(places[i], 176, color)
+        d.line(places[i], 176, places[i], 124, color)
+        d.prediction(places[i], 124, f"a{'₁₂₃'[i // 3]}", 56)
+    d.level(56, "predicted actions", "(B, K, A)")
+    d.level(128, "outputs at the states", "(B, K, d)")
+    d.level(290, "tokens, in one row", "(B, 3K, d)")
+    d.level(386, "returns-to-go, states,", "actions: (B, K, 1),")
+    d.text(d.width - 172, 416, "(B, K, S), (B, K, A)", 12, LINE, "start")
+    d.caption(245, "dark lines: all that the last prediction reads")
+    return d.svg()
+
+
 DRAWINGS = {"dt": dt, "dc": dc, "lsdt": lsdt, "radt": radt, "starformer": starformer, "dm": dm}
+LESSONS = {"dt-lesson": dt_lesson}      # larger, for the notebooks that teach a model
 
 if __name__ == "__main__":
-    for name, draw in DRAWINGS.items():
+    for name, draw in (DRAWINGS | LESSONS).items():
         Path(__file__).with_name(f"{name}.svg").write_text(draw(), encoding="utf-8")

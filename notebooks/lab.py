@@ -9,7 +9,7 @@ trains the others, and prints a table. Scales:
     paper   the papers' data, presets and seeds: hours on a GPU, printed before they begin
 
 Runs are kept in runs/notebooks/<scale>/, by model, environment, settings and seed; all notebooks share them.
-Tables' rows and pictures go to results/ in there. Results that come with the project, in notebooks/results/
+Tables' rows and pictures go to its results/. Results that come with the project, in notebooks/results/
 and docs/, are taken first, and written by commit_results() alone. See records.py.
 """
 import contextlib
@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 import records  # noqa: E402 (found once the repository's folder is on the path)
 import released  # noqa: E402
 from maps import attention_maps, filters, gates, group_maps, kernel_maps, mean_attention  # noqa: E402, F401
+from progress import Progress, resumable  # noqa: E402
 from records import COLUMNS, expected, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
@@ -255,25 +256,26 @@ def found(spec):
     return min(results, key=lambda x: x.get("code") != code, default=None)
 
 
-def learn(spec):
-    """Train one run, or go on with it; returns its result."""
+@resumable
+def learn(spec, label=""):
+    """Train one run, or go on with it: its result."""
     folder, resolved = folder_of(spec), settings.resolve(bare(spec))
     cfg = resolved.train
     many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(many.beside(folder, "lock")):       # another notebook may be at the very run
+    with filelock.FileLock(many.beside(folder, "lock")):       # another notebook may be at this run
         if not many.finished(folder):
-            if folder.is_dir() and not (folder / "last.pt").is_file():     # stopped before a checkpoint
-                shutil.rmtree(folder)
+            line = Progress(label or folder.name)
             text = open(many.beside(folder, "txt"), "a", encoding="utf-8")
             with text, contextlib.redirect_stdout(text), released.quirks(spec.get("quirk")):
                 t = load(cfg.env, cfg.source, cfg.data, resolved.model.goal != "none", cfg.transitions)
                 try:
-                    train.train(t, **many.how(bare(spec), folder))
+                    line.finish(train.train(t, watch=line, **many.how(bare(spec), folder)))
                 except train.Diverged as error:
                     many.failure(error, bare(spec), folder)
     return many.finished(folder)
 
 
+@resumable
 def runs_of(todo, trained=False, fresh=False, own=False):
     """A Run for each (environment, seed, label, settings), found or trained."""
     specs = [values_of(env, seed, trained, given) for env, seed, _, given in todo]
@@ -297,7 +299,7 @@ def runs_of(todo, trained=False, fresh=False, own=False):
         before = [x["kept"]["spec"] for x in records.committed(ROOT).values()]
         if n := sum(json.loads(json.dumps(spec)) in before for spec in missing):
             print(f"presets or data have changed since {n} of the project's runs, which are trained anew")
-    runs = [Run(label or folder_of(spec).name, spec, given, found(spec) or learn(spec), trained)
+    runs = [Run(label or folder_of(spec).name, spec, given, found(spec) or learn(spec, label), trained)
             for spec, (_, _, label, given) in zip(specs, todo, strict=True)]
     for r in runs:
         r.keep("spec", lambda r: r.spec)

@@ -19,12 +19,12 @@ import numpy as np
 
 import envs
 from errors import UserError, nearest
-from policies import players, screens
+from policies import players, screens, tasks
 from policies.players import BreakoutPlayer, Player, actor, ant, galloper, wanderer, waypoints
 
 # transitions a second on one core
 SPEED = {"hopper": 6000, "walker2d": 6000, "halfcheetah": 12_000, "ant": 2000, "antmaze": 1500,
-         "maze2d": 10_000, "atari": 500, "dmc": 15}
+         "maze2d": 10_000, "atari": 500, "dmc": 15, "tasks": 1000}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Set:
     @property
     def id(self):
         group = envs.ENVS[self.name].family
-        path = f"{group}/{self.name}" if group in ("atari", "dmc") else self.name.replace("-", "/", 1)
+        path = self.name.replace("-", "/", 1)
+        if group in ("atari", "dmc", "tasks"):
+            path = f"{group}/{self.name}"
         return f"local/{path}-v0"
 
     def spec(self, evaluation=False):
@@ -100,6 +102,11 @@ SETS = [
     Set("cheetah-run", 5_000, [galloper], version=3),
     *(Set(name, 5_000, [wanderer], version=2)
       for name in ("ball-in-cup-catch", "finger-spin", "reacher-easy", "walker-walk")),
+    # about 40 episodes for each training task of the first two, 20 and 10 for those of MetaWorld
+    Set("cheetah-vel", 280_000, [tasks.pacer]),
+    Set("ant-dir", 360_000, [tasks.runner]),
+    Set("metaworld-ml10", 100_000, [tasks.sawyer]),
+    Set("metaworld-ml45", 225_000, [tasks.sawyer]),
 ]
 SETS = {entry.name: entry for entry in SETS}
 SETS |= {f"maze2d-{size}": SETS[f"pointmaze-{size}"] for size in ("umaze", "medium", "large")}
@@ -130,10 +137,12 @@ def play(env, policy, rng, options=None):
 
 def play_all(chosen, policy, seed, numbers):
     """Play the episodes of these numbers, each with a generator of its own: the same whoever plays it."""
-    far = envs.ENVS[chosen.name].starts.get("far")      # reset options of one episode in five
+    starts = envs.ENVS[chosen.name].starts
     with contextlib.closing(envs.make(chosen.spec())) as env:
         for n in numbers:
-            yield play(env, policy, np.random.default_rng([seed, n]), far if n % 5 == 0 else None)
+            # the far pair of a maze in one episode of five; the training tasks in all
+            options = starts.get("seen", starts.get("far") if n % 5 == 0 else None)
+            yield play(env, policy, np.random.default_rng([seed, n]), options)
 
 
 def send_all(pipe, *what):
