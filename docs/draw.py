@@ -97,10 +97,11 @@ class Drawing:
         """What the tokens are, under them."""
         self.text(x, self.height - 11, words, 11)
 
-    def level(self, y, name, shape):
-        """Of a lesson's drawing: the name and shape of what passes at this height, on the right."""
-        self.text(self.width - 172, y - 2, name, 12, INK, "start")
-        self.text(self.width - 172, y + 14, shape, 12, LINE, "start")
+    def level(self, y, *lines):
+        """Of a lesson's drawing, on the right: what stands at this height, and its shape."""
+        for i, words in enumerate(lines):
+            color = LINE if i else INK
+            self.text(self.width - 210, y + 4 + 16 * (i - (len(lines) - 1) / 2), words, 12, color, "start")
 
     def svg(self):
         size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
@@ -258,29 +259,29 @@ def dm():
 
 def dt_lesson():
     """The whole model with the shapes of what passes through it."""
-    d = Drawing("Decision Transformer, with shapes", 660, 440)
-    names = TOKENS + ["a₃"]
-    places = [59 + 46 * i for i in range(9)]
-    d.band(22, 324, 446, 34, "a linear layer for each kind, plus the timestep's embedding")
-    d.band(22, 146, 446, 116, "attention, then an MLP; n_layer times")
-    d.band(22, 84, 446, 30, "a linear layer and tanh")
+    d = Drawing("Decision Transformer, with shapes", 700, 446)
+    names, places = TOKENS + ["a₃"], [59 + 46 * i for i in range(9)]
+    d.band(22, 118, 446, 26)
+    d.band(22, 184, 446, 88)
+    d.band(22, 338, 446, 26)
     for i, x in enumerate(places):
-        d.line(x, 376, x, 304, LINE, 1.2)
-        d.line(x, 274, x, 252, LINE, 1.2)
-        d.token(x, 392, names[i])
-        d.token(x, 290, names[i])
+        d.line(x, 384, x, 322, LINE, 1.2)
+        d.line(x, 290, x, 262, LINE, 1.2)
+        d.token(x, 400, names[i])
+        d.token(x, 306, names[i])
     for i in (1, 4, 7):
-        color = INK if i == 7 else FAINT
+        last = i == 7
         for x in places[:i + 1]:
-            d.line(x, 252, places[i], 176, color, 1.6 if i == 7 else 1.2)
-        d.node(places[i], 176, color)
-        d.line(places[i], 176, places[i], 124, color)
-        d.prediction(places[i], 124, f"a{'₁₂₃'[i // 3]}", 56)
-    d.level(56, "predicted actions", "(B, K, A)")
-    d.level(128, "outputs at the states", "(B, K, d)")
-    d.level(290, "tokens, in one row", "(B, 3K, d)")
-    d.level(386, "returns-to-go, states,", "actions: (B, K, 1),")
-    d.text(d.width - 172, 416, "(B, K, S), (B, K, A)", 12, LINE, "start")
+            d.line(x, 262, places[i], 194, INK if last else FAINT, 1.6 if last else 1.2)
+        d.node(places[i], 194, INK if last else FAINT)
+        d.prediction(places[i], 194, f"a{'₁₂₃'[i // 3]}", 78)
+    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(131, "a linear layer and tanh")
+    d.level(164, "outputs at the states: (B, K, d)")
+    d.level(228, "attention, then an MLP;", "n_layer such blocks")
+    d.level(306, "tokens in one row", "(B, 3K, d)")
+    d.level(351, "a linear layer for each kind,", "and the timestep's embedding")
+    d.level(406, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
     d.caption(245, "dark lines: all that the last prediction reads")
     return d.svg()
 

@@ -321,7 +321,7 @@ PRESETS = {
         batch_size=106, steps=5000, lr=1.5e-3, warmup=100, schedule="cosine", eval_episodes=10,
         rtg_scale=None,
     ),
-    "small-antmaze": dict(  # ours, on top of "small": 600,000 transitions bear a wider model
+    "small-antmaze": dict(  # ours, on top of "small"
         n_layer=3, d=128, batch_size=256, steps=6000, dropout=0.1, weight_decay=0.01,
     ),
     "small-frames": dict(   # ours, on top of "small"

@@ -475,7 +475,7 @@ PRESETS = {
         # follows its target
         strategy="prefix", router="sigmoid", router_bias=2.0, residual=True, k_start=0.9,
     ),
-    "small-antmaze": dict(  # ours, on top of "small": 600,000 transitions bear a wider model
+    "small-antmaze": dict(  # ours, on top of "small"
         n_layer=4, d=128, batch_size=256, steps=6000, dropout=0.1, weight_decay=0.01,
     ),
     "small-frames": dict(  # ours, on top of "small"

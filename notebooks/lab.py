@@ -487,8 +487,8 @@ def picture(fig, save=None):
     fig.tight_layout()
     whole, out = io.BytesIO(), io.BytesIO()
     fig.savefig(whole, dpi=90)
-    # a third of the bytes
-    PIL.Image.open(whole).convert("RGB").quantize(64).save(out, "PNG", optimize=True)
+    # fewer bytes
+    PIL.Image.open(whole).convert("RGB").quantize(256).save(out, "PNG", optimize=True)
     if save:
         (results() / f"{save}.png").write_bytes(out.getvalue())
     display(Image(out.getvalue()))

@@ -77,8 +77,13 @@ def stored_actor(body, level):
 
 
 def actor(env, first, rng, body, levels, spread=1.0):
-    """A stored actor, at a level drawn from `levels`. spread: factor on its own standard deviation."""
+    """A stored actor, at a level drawn from `levels`.
+
+    spread: factor on its own standard deviation, or the two ends of what one is drawn from for each episode.
+    """
     w0, b0, w1, b1, w2, b2 = stored_actor(body, levels[rng.integers(len(levels))])
+    if isinstance(spread, tuple):
+        spread = rng.uniform(*spread)
 
     def act(inputs):
         h = np.maximum(w0 @ inputs.astype(np.float32) + b0, 0)

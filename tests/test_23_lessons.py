@@ -1,0 +1,373 @@
+"""The lessons: complete as committed, equal to the models' files, and running with their exercises' answers.
+
+    pytest tests/test_23_lessons.py
+"""
+import ast
+import base64
+import io
+import json
+import os
+import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from nbclient import NotebookClient
+from PIL import Image
+
+import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "notebooks"
+sys.path.insert(0, str(FOLDER))
+os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
+import lab  # noqa: E402
+import lesson  # noqa: E402
+import progress  # noqa: E402
+
+ORDER = ["quickstart", "data", "dt", "dc", "lsdt", "radt", "starformer", "dm"]
+LESSONS = ["dt"]
+MODELS = [name for name in LESSONS if name in settings.MODELS]
+ANSWER = re.compile(r"<details>\n<summary>Answer (\d)</summary>\n\n```python\n(.*?)```\n\n</details>", re.S)
+LINKS = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
+
+
+def notebook(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", 4)
+
+
+def cells(name, kind):
+    return [cell for cell in notebook(name).cells if cell.cell_type == kind]
+
+
+def prose(name):
+    return "\n\n".join(cell.source for cell in cells(name, "markdown"))
+
+
+def outputs(name):
+    return [out for cell in cells(name, "code") for out in cell.outputs]
+
+
+def shown(name, kind):
+    """All outputs of a mime type."""
+    return [out.data[kind] for out in outputs(name) if kind in out.get("data", {})]
+
+
+def last_statement(code):
+    """Of what is inside, if the code ends in a with block."""
+    body = ast.parse(code).body
+    while isinstance(body[-1], ast.With):
+        body = body[-1].body
+    return body[-1]
+
+
+def answers(name):
+    """[(number, code)] of the exercises, in their order."""
+    return ANSWER.findall(prose(name))
+
+
+# ------------------------------------------------------------------- as committed
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_as_committed(name):
+    """Executed from top to bottom without a warning; light, with lines that a page shows whole."""
+    nb = notebook(name)
+    nbformat.validate(nb)
+    assert (FOLDER / f"{name}.ipynb").stat().st_size <= 700_000
+    code = cells(name, "code")
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    wrong = [out for out in outputs(name) if out.output_type == "error" or out.get("name") == "stderr"]
+    assert not wrong and "Scale `smoke`" not in json.dumps(nb.cells) and "Ready: " in json.dumps(nb.cells)
+    lines = [line for cell in code for line in cell.source.splitlines()]
+    assert max(map(len, lines)) <= 100
+    assert sum(bool(line.strip()) for line in lines) <= 170
+    printed = "".join(out.text for out in outputs(name) if out.output_type == "stream")
+    assert max(map(len, printed.splitlines()), default=0) <= 110
+    words = prose(name) + printed
+    assert not re.search(r"TODO|—|/tmp/|/home/|/root/", words)
+    assert {kind for out in outputs(name) for kind in out.get("data", {}) if "image" in kind} == {"image/png"}
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_parts_of_a_lesson(name):
+    """Minutes in every heading, equations, a drawing, pictures, and three folded answers."""
+    text = prose(name)
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    timed = [h for h in headings if "xercise" not in h]
+    assert len(timed) >= 4 and all(re.search(r"\(\d+ minutes?\b.*\)$", h) for h in timed)
+    assert re.search(r"^\*\d+ minutes to read\..*\bcompute\b", text, re.M)
+    assert len(shown(name, "image/png")) >= 3
+    assert [number for number, _ in answers(name)] == ["1", "2", "3"]
+    for _, code in answers(name):
+        assert isinstance(last_statement(code), ast.Assert), "an answer ends in an assert"
+        assert max(map(len, code.splitlines())) <= 100
+    assert text.count("**Exercise ") == 3 and "(README.md#glossary)" in text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parts_of_a_model_lesson(name):
+    """Its equations with a table of symbols, drawing, paper, film, and an equality with models/<name>.py."""
+    text = prose(name)
+    assert text.count("$$") >= 2 and "| symbol | meaning | shape | name in the code |" in text
+    assert re.search(r"!\[[^\]]{20,}\]\(\.\./docs/[\w-]+\.svg\)", text), "a drawing with a text in its place"
+    assert re.search(r"arxiv\.org/abs|openreview\.net|proceedings\.", text), "a link to the paper"
+    for link in (f"../models/{name}.py", f"experiments/{name}.ipynb"):
+        assert f"]({link}" in text, link
+    films = [Image.open(io.BytesIO(base64.b64decode(x))) for x in shown(name, "image/png")]
+    assert max(film.n_frames if film.is_animated else 1 for film in films) > 10, "a film"
+    assert "change this number" in "".join(cell.source for cell in cells(name, "code"))
+    equal = [cell.source for cell in cells(name, "code")
+             if re.search(r"^ *(assert|torch\.testing\.assert_close)\b", cell.source, re.M)]
+    assert len(equal) >= 2
+    assert re.search(rf"\b{name}\.[A-Z]\w+\(", "".join(cell.source for cell in cells(name, "code")))
+
+
+@pytest.mark.parametrize("name", [*LESSONS, "README"])
+def test_links(name):
+    """They lead somewhere, in texts and in outputs, and those with line numbers to today's lines."""
+    if name == "README":
+        text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    else:
+        text = "\n".join([prose(name), *shown(name, "text/markdown")])
+    links = [x for x in LINKS.findall(text) if not x.startswith("http")]
+    assert len(links) >= 4
+    for link in links:
+        file, _, place = link.partition("#")
+        assert (FOLDER / file).exists() or file.removesuffix(".ipynb") in ORDER, link
+        if file == "README.md" and place:
+            assert place == "glossary"
+    named = len(lesson.LINK.findall(text))
+    assert len(re.findall(r"#L\d", text)) == named, "a link with lines has the name of its thing"
+    assert lesson.relinked(text) == text, "python notebooks/lesson.py puts the line numbers right"
+
+
+def test_the_drawings_are_what_their_script_draws():
+    sys.path.insert(0, str(ROOT / "docs"))
+    import draw
+    for name, draws in draw.LESSONS.items():
+        assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == draws(), "python docs/draw.py"
+
+
+# ------------------------------------------------------------------- executed
+
+def test_all_run_with_their_answers(monkeypatch):
+    """At scale smoke, two at a time, without a display; each answer runs where it stands."""
+    for key in ("DISPLAY", "MPLBACKEND"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("SCALE", "smoke")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def execute(name):
+        nb = notebook(name)
+        nb.cells = [part for cell in nb.cells for part in [
+            cell, *(nbformat.v4.new_code_cell(code) for _, code in ANSWER.findall(cell.source))]]
+        place = {"metadata": {"path": str(FOLDER)}}
+        NotebookClient(nb, timeout=120, kernel_name="python3", resources=place).execute()
+        found = [out for cell in nb.cells if cell.cell_type == "code" for out in cell.outputs]
+        assert "Scale `smoke`" in json.dumps(nb.cells)
+        assert not [out for out in found if out.get("name") == "stderr"]
+        return len(found)
+    with ThreadPoolExecutor(2) as pool:
+        assert min(pool.map(execute, LESSONS)) > 8
+
+
+# ------------------------------------------------------------------- what the lessons share
+
+@pytest.fixture
+def smoke(tmp_path, monkeypatch):
+    """A lesson that has begun at scale smoke, with its runs in a folder of their own."""
+    monkeypatch.setattr(lab, "ROOT", tmp_path)
+    monkeypatch.setenv("SCALE", "smoke")
+    for name in ("name", "scale", "own"):
+        monkeypatch.setattr(lab.here, name, getattr(lab.here, name))
+    lesson.begin()
+    return tmp_path
+
+
+class Handle:
+    """Stands for a notebook's place of output."""
+
+    def __init__(self, data):
+        self.lines = [data["text/plain"]]
+
+    def update(self, data, **given):
+        self.lines.append(data["text/plain"])
+
+
+@pytest.fixture
+def line(monkeypatch):
+    """A list of the progress lines that are displayed."""
+    handles = []
+
+    def display(data, **given):
+        handles.append(Handle(data))
+        return handles[-1]
+    monkeypatch.setattr(progress, "get_ipython", lambda: True)
+    monkeypatch.setattr(progress, "display", display)
+    return handles
+
+
+def test_a_run_shows_its_progress_and_is_found_again(smoke, line, capsys):
+    r = lesson.fit("DT", "dt")
+    lines = line[0].lines
+    assert lines[0].startswith("DT: loading its data")
+    assert "3 of 3 updates" in lines[-2] and "█" * 20 in lines[-2] and "it plays episodes" in lines[-2]
+    assert re.fullmatch(r"DT: 3 updates and \d+ episodes in \d s", lines[-1])
+    assert "found again" not in capsys.readouterr().out
+    again = lesson.fit("other", "dt")
+    assert again.folder == r.folder and "other: found again, 3 updates" in capsys.readouterr().out
+    assert lesson.fit("BC", "dt", condition="none").folder != r.folder
+    assert len(line) == 2 and lesson.fit("DT", "dt", fresh=True).folder == r.folder and len(line) == 3
+
+
+def test_progress_by_hand(line, monkeypatch):
+    """After 25 of 100 updates in 5 seconds, 15 seconds are left; a run that goes on counts its own alone."""
+    now = iter([100.0, 104.8])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+    bar = progress.Progress("a")
+    run = SimpleNamespace(done=1, cfg=SimpleNamespace(steps=100), loss=float("nan"))
+    bar(run)
+    run.done, run.loss = 25, 0.5
+    bar(run)
+    assert line[0].lines[-2:] == [
+        "a: ░░░░░░░░░░░░░░░░░░░░ 1 of 100 updates, about 0 s left",
+        "a: █████░░░░░░░░░░░░░░░ 25 of 100 updates, loss 0.5000, about 14 s left"]
+    assert (progress.clock(99), progress.clock(125)) == ("99 s", "2 minutes")
+
+
+def test_an_interrupted_cell_says_so_in_a_line_and_goes_on(smoke, monkeypatch):
+    """Ctrl-C, which a notebook sends as this signal, after the second update."""
+    ours, done = lab.train.Run.update, []
+
+    def update(run):
+        ours(run)
+        done.append(run.done)
+        if done == [1, 2]:
+            os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(lab.train.Run, "update", update)
+    with pytest.raises(progress.Stopped) as caught:
+        lesson.fit("DT", "dt")
+    assert caught.value._render_traceback_() == ["stopped; run the cell again to go on"]
+    assert caught.value.__suppress_context__
+    lesson.fit("DT", "dt")
+    assert done == [1, 2, 3]
+    monkeypatch.setattr(lab, "load", lambda *args: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(progress.Stopped):       # before the first update
+        lesson.fit("DT", "dt", d=16, seed=1)
+
+
+@pytest.mark.parametrize("env", ["pointmaze-umaze", "hopper-medium-replay", "breakout"])
+def test_windows_are_what_the_agent_saw(smoke, env):
+    """The prediction at a window's last step is the action that was played after it."""
+    model, meta = lesson.fit("a", "dt", env).checkpoint
+    batch = lesson.windows((model, meta), 5.0)
+    K, T = model.cfg.context_len, len(batch["mask"]) + model.cfg.context_len - 1
+    assert batch["mask"].all() and T == 10 and batch["timesteps"][-1].tolist() == list(range(10 - K, 10))
+    torch.testing.assert_close(batch["rtg"][0, 0, 0], torch.tensor(5.0 / meta["rtg_scale"]))
+    with torch.no_grad():
+        y = model(**batch)[:, -1]
+    played = batch["actions"][:, -1]
+    if model.cfg.discrete:
+        assert (y.argmax(-1) == played).all()
+    else:
+        torch.testing.assert_close(y, played, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("env", ["pointmaze-umaze", "antmaze-umaze", "hopper-medium-replay", "breakout"])
+def test_a_film_shows_each_wish_and_needs_no_renderer(smoke, env, monkeypatch):
+    agent, films = lesson.fit("a", "dt", env).checkpoint, []
+    monkeypatch.setattr(lesson, "display", films.append)
+    lesson.film(agent, [1.0, 9.0])
+    film = Image.open(io.BytesIO(films[0].data))
+    assert film.format == "PNG" and film.n_frames == 11 and film.size == (510, 312)
+    assert "asked for 1: " in films[0].alt and len(films[0].data) < 400_000
+    film.seek(10)
+    frame = np.asarray(film.convert("RGB"), float)
+    left, right = frame[:, 20:230], frame[:, 270:480]
+    assert left.std() > 5 and (left != right).any(), "the words differ"
+
+
+def test_the_film_draws_the_ball_where_it_is(smoke):
+    """By hand: the middle of the maze is that of the view, which is four metres wide. The ball is blue."""
+    model, meta = lesson.fit("a", "dt").checkpoint
+    tape = lesson.camera.Tape(lab.envs.make(meta["env_spec"]), meta["layout"])
+    tape.reset(seed=0, options=meta["starts"]["far"])
+    (place, _, radius), = tape.shots[0]
+    assert radius == pytest.approx(0.1)
+    np.testing.assert_allclose(place, tape.unwrapped.point_env.unwrapped.data.qpos, atol=1e-9)
+    pane = lesson.camera.Pane(tape, 5.0, 10, 10.0)
+    image = Image.new("RGB", (520, 624))
+    pane.draw(image, 0)
+    x, y = ((10 + 16 + 104 + 52 * place[0]) * 2, (40 + 104 - 52 * place[1]) * 2)
+    assert image.getpixel((round(x), round(y))) == (0x35, 0x61, 0x8f)
+    assert image.getpixel((round(x), round(y) + 40)) != (0x35, 0x61, 0x8f)
+
+
+def test_trained_takes_weights_first(smoke, capsys):
+    made = lesson.trained("dt")[0]
+    assert "there is no weights/dt-pointmaze-umaze" in capsys.readouterr().out
+    run = lesson.fit("dt on pointmaze-umaze", "dt")
+    lab.records.commit_weights(run.folder, smoke)
+    capsys.readouterr()
+    found, meta = lesson.trained("dt")
+    assert not capsys.readouterr().out and meta["env"] == "pointmaze-umaze"
+    for one, other in zip(found.parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_play_shows_means_and_extremes(smoke, monkeypatch):
+    texts, asked = [], []
+
+    def returns(agent, targets, *rest):
+        asked.append((agent, *rest))
+        return {float(x): [x - 1, x + 3] for x in targets}
+    monkeypatch.setattr(lesson, "returns", returns)
+    monkeypatch.setattr(lab, "show", texts.append)
+    monkeypatch.setattr(lab, "picture", lambda fig: texts.append(fig.axes[0].get_legend_handles_labels()[1]))
+    lesson.play({"DT": 1, "DT, K = 1": 2}, [20, 60.5], 2, "far")
+    assert texts[0].splitlines()[2:] == ["| 20 | 21 (19 to 23) | 21 (19 to 23) |",
+                                         "| 60.5 | 62 (60 to 64) | 62 (60 to 64) |"]
+    assert texts[1] == ["what was asked for", "DT", "DT, K = 1"]
+    assert asked == [(1, 2, "far"), (2, 2, "far")]
+    taken = []
+    looks = [lesson.look(label, taken) for label in ("RADT", "RADT, K = 1", "what else")]
+    assert looks == [lesson.LOOKS["RADT"], ("0", "*", "--"), ("0", "*", "--")]
+
+
+def test_names_and_cells_of_a_matrix(monkeypatch):
+    figures = []
+    monkeypatch.setattr(lab, "picture", figures.append)
+    lesson.matrices({"a": torch.tensor([[0.0, 1.234], [-torch.inf, 2.0]])}, lesson.tokens(1, "Rs"))
+    ax, = figures[0].axes
+    assert [text.get_text() for text in ax.texts] == ["0", "1.23", "2.00"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["R₁", "s₁"]
+    assert [tick.get_color() for tick in ax.get_yticklabels()] == [lesson.KINDS["R"], lesson.KINDS["s"]]
+    assert lesson.tokens(10)[-3:] == ["R₁₀", "s₁₀", "a₁₀"]
+
+
+def test_links_are_put_right():
+    first = 1 + [line.startswith("class Attention") for line in
+                 (ROOT / "models" / "dt.py").read_text(encoding="utf-8").splitlines()].index(True)
+    new = lesson.link("dt.Attention")
+    form = r'\[models/dt\.py, lines (\d+) to (\d+)\]\(\.\./models/dt\.py#L\1-L\2 "dt\.Attention"\)'
+    assert re.fullmatch(form, new)
+    assert f"#L{first}-" in new and lesson.link("data.Windows.gather").startswith("[data.py, lines ")
+    old = f"See {new} and {new}.".replace(str(first), "7")
+    assert old != lesson.relinked(old) == f"See {new} and {new}."
+    assert lesson.relinked(json.dumps(old)) == json.dumps(f"See {new} and {new}.")
+    with pytest.raises(AttributeError):
+        lesson.relinked(new.replace("dt.Attention", "dt.Gone"))
+
+
+def test_a_missing_package_is_said_in_a_line(monkeypatch):
+    """As where requirements.txt has not been installed."""
+    monkeypatch.setitem(sys.modules, "lab", None)
+    monkeypatch.delitem(sys.modules, "lesson")
+    with pytest.raises(progress.Short, match="lab is missing: .*pip install -r requirements.txt"):
+        import lesson  # noqa: F401
