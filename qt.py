@@ -2,16 +2,13 @@
 
 Imitation does not join the good beginning of one episode to the good end of another. Two critics learn what
 an action is worth in a state; the model, here the actor, learns to please them as well as to imitate, and in
-acting they choose among what it would do for several returns:
+acting they choose among what it would do:
 
     loss = the model's own + error of the next state - eta * Q(s, actor's action) / mean |Q|
 
-    R = 3600 → action, Q = 214 ┐
-    R = 1800 → action, Q = 220 ┴→ one drawn from softmax(Q)
-
     python qt.py --model dm --env hopper-medium-replay --source local       QT with DM's trunk: QDM
 
-The same as train.py --model qt-dm, with all its flags; eval.py plays the run.
+The same as train.py --model qt-dm; eval.py plays the run.
 
 B batch, K context steps, S state size, A action size, n candidates, M returns.
 """
@@ -39,6 +36,7 @@ class Switches:
     eta: float = 1.0            # weight of the Q term
     gamma: float = 0.99         # discount of rewards in Q
     critic_d: int = 256         # width of the critics
+    polyak: float = 0.005       # share of their way that slow copies move
     next_state: bool = True     # NOTE(code): the actor also learns to predict the next state
     pick: Literal["softmax", "best", "first"] = "softmax"       # of the candidates; first: without critics
     copies: int = 50            # n
@@ -87,10 +85,7 @@ def mean(x, where):
 
 
 class QT(nn.Module):
-    """An actor, two critics, and slow copies of both, which say what the critics should learn.
-
-    NOTE(code): there the critics' update comes before the actor's, and both are Adam's, not AdamW's.
-    """
+    """An actor, two critics, and slow copies of both, which say what the critics should learn."""
 
     def __init__(self, cfg, actor):
         super().__init__()
@@ -98,7 +93,6 @@ class QT(nn.Module):
             raise ValueError("QT's critics read vectors: no frames, and no actions to choose from")
         (S,), A = cfg.state_shape, cfg.act_dim
         self.cfg, self.actor = cfg, actor
-        # NOTE(code): there from the action's token, which the last blocks here leave out
         self.next_state = nn.Linear(cfg.d + A, S)
         self.critics = Critics(S, A, cfg.critic_d)
         self.slow_actor = copy.deepcopy(actor).requires_grad_(False)
@@ -114,9 +108,10 @@ class QT(nn.Module):
 
     @torch.no_grad()
     def follow(self, updates):
-        """Move the slow copies by 0.5 %, the actor's at every fifth update; up to 1,000 it is the actor."""
-        share = 0.005 * (updates % 5 == 0) if updates > 1000 else float(not self.cfg.stale)
-        torch._foreach_lerp_(list(self.slow_critics.parameters()), list(self.critics.parameters()), 0.005)
+        """Move the slow copies, the actor's at every fifth update; up to 1,000 it is the actor."""
+        step = self.cfg.polyak
+        share = step * (updates % 5 == 0) if updates > 1000 else float(not self.cfg.stale)
+        torch._foreach_lerp_(list(self.slow_critics.parameters()), list(self.critics.parameters()), step)
         torch._foreach_lerp_(list(self.slow_actor.parameters()), list(self.actor.parameters()), share)
 
     def forward(self, *inputs, terminals=None, **named):
@@ -160,7 +155,6 @@ class QT(nn.Module):
         """(B, A): one of n actions for the history's last step; sample has no effect.
 
         The M returns are asked for in turn, after the first M actions with noise in the last return-to-go.
-        NOTE(code): there the first M are all of the first return.
         """
         cfg, B = self.cfg, len(states)
         n, M = (1, 1) if cfg.pick == "first" else (cfg.copies, len(cfg.offsets))
@@ -196,14 +190,16 @@ class Windows(data.Windows):
 
 
 class Run(train.Run):
-    """A run that asks for all targets at once."""
+    """A run that asks for all targets at once, or for the headline alone if they are the data's."""
     Windows = Windows
 
     def __init__(self, settings, trajectories, meta):
         cfg, head = settings.train, meta["headline"]
         if meta["plan"]:
             meta["plan"] = [(start, head, cfg.eval_episodes) for start in meta["starts"]]
-            returns = dict.fromkeys([head, *cfg.targets])
+            # among actions for good and bad returns critics choose badly
+            others = cfg.targets if settings.origin["targets"] != "data" else ()
+            returns = dict.fromkeys([head, *others])
             settings = settings.replace("data", offsets=tuple((x - head) / cfg.rtg_scale for x in returns))
         super().__init__(settings, trajectories, meta)
 
@@ -218,8 +214,8 @@ class Run(train.Run):
 
 
 PRESETS = {     # as released for D4RL's sets
-    "*": dict(  # NOTE(code): the rate there falls by a tenth in this time; some tasks stop earlier
-        batch_size=256, lr=3e-4, weight_decay=1e-4, decay="all", betas=(0.9, 0.999), warmup=0, clip=9.0,
+    "*": dict(
+        batch_size=256, lr=3e-4, decay="all", betas=(0.9, 0.999), warmup=0, clip=9.0,
         schedule="constant", steps=100_000, eval_episodes=10, amp=False,
     ),
     "hopper": dict(targets=(3600, 1800)),
@@ -228,16 +224,27 @@ PRESETS = {     # as released for D4RL's sets
     "halfcheetah-medium-expert": dict(eta=0.4, context_len=20),
     "walker2d": dict(eta=2.0, clip=5.0, targets=(5000, 4000, 2500)),
     "maze2d": dict(eta=5.0, rtg_scale=10.0, targets=(300, 200, 150, 100, 50, 20)),
-    "maze2d-umaze": dict(clip=20.0),
+    "maze2d-umaze": dict(clip=20.0, schedule="cosine"),
+    "maze2d-medium": dict(schedule="cosine"),
     "maze2d-large": dict(eta=4.0),
     "antmaze": dict(eta=0.01, targets=(1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3)),
     "antmaze-umaze": dict(eta=0.05),
-    "antmaze-large-diverse": dict(eta=0.005),   # NOTE(code): with rewards of 4 (r - 0.5)
+    "antmaze-medium-diverse": dict(steps=80_000, schedule="cosine"),
+    "antmaze-large-diverse": dict(eta=0.005, steps=80_000, schedule="cosine"),
     "pen": dict(eta=0.1, targets=(12000, 6000)),
     "hammer": dict(eta=0.01, targets=(12000, 6000, 3000)),
+    "hammer-human": dict(eta=0.1, clip=5.0, steps=60_000),
+    "hammer-cloned": dict(steps=30_000),
     "door": dict(eta=0.005, targets=(2000, 1000, 500)),
-    "small": dict(batch_size=128, lr=1e-3, context_len=5, steps=5000, critic_d=128, copies=10),      # ours
-}
+    "door-cloned": dict(eta=0.001, steps=60_000),
+    "relocate": dict(eta=0.01, targets=(3000, 1000)),
+    "kitchen": dict(eta=0.01),
+    "kitchen-complete": dict(eta=0.001),
+    "kitchen-partial": dict(steps=50_000),
+    "small": dict(      # ours: few updates need long windows, and slow copies that are less slow
+        batch_size=64, lr=1e-3, context_len=20, steps=1000, critic_d=128, copies=10, polyak=0.02,
+    ),
+} | {f"small-{family}": dict(eta=1.0) for family in ("hopper", "walker2d", "halfcheetah", "maze2d")}
 
 
 @functools.cache
@@ -250,7 +257,10 @@ def around(trunk):
         def predict(self, features):
             self.seen = features
             return super().predict(features)
-    presets = PRESETS | {key: trunk.PRESETS[key] | PRESETS[key] for key in ("*", "small")}
+    presets = dict(PRESETS, **{"*": trunk.PRESETS["*"] | PRESETS["*"]})
+    for key, own in trunk.PRESETS.items():
+        if key.startswith("small"):
+            presets[key] = own | PRESETS["small"] | PRESETS.get(key, {})
     if trunk.__name__ == "models.dt":       # others keep their own sizes
         presets["*"] |= dict(n_layer=4, n_head=4, d=256, context_len=20, dropout=0.1, activation="relu")
     return SimpleNamespace(

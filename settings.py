@@ -71,7 +71,7 @@ RANGES = {
     "[0, inf)": "weight_decay warmup eval_every k_cost timestep_std temperature eta",
     "(0, inf)": "clip",
     "[0, 1]": "lr_floor conv_ratio gamma",
-    "(0, 1]": "pct_traj",
+    "(0, 1]": "pct_traj polyak",
     "[0, 1)": "betas ema sticky dropout attn_dropout conv_dropout",
     "(0, 10]": "lr temperature_lr",
     "[0, 1000000]": "seed eval_episodes",

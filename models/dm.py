@@ -447,7 +447,7 @@ FRAMES = dict(  # not in the paper: DT's
     decay="matrices", clip=1.0, schedule="cosine", lr_floor=0.1,
 )
 
-# The paper's settings: "*", then the environment's family, then its name, then "small".
+# The paper's settings: "*", then family, then name, then "small".
 PRESETS = {
     "*": dict(  # Table 7, else as released
         n_layer=6, n_head=4, d=256, context_len=20, dropout=0.1, activation="gelu", lr=1e-3, clip=0.25,
@@ -468,19 +468,17 @@ PRESETS = {
     "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),
     "atari": FRAMES | dict(batch_size=128, lr=6e-4, steps=19_530, warmup=3, rtg_scale=1.0, sample=True),
     "dmc": FRAMES | dict(batch_size=64, steps=15_620, warmup=5),  # as StARformer's paper runs DT
-    "small": dict(  # ours, minutes on a laptop
+    "small": dict(  # ours, as those below
         n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3700,
         lr=1.5e-3, warmup=100, schedule="cosine", rtg_scale=None,
-        # Table 6 (2), where acting chooses as training does. With (3), a small DM reaches its goal but seldom
-        # follows its target
+        # Table 6 (2): acting chooses as training does. With (3), a small DM seldom follows its target
         strategy="prefix", router="sigmoid", router_bias=2.0, residual=True, k_start=0.9,
     ),
-    "small-antmaze": dict(  # ours, on top of "small"
+    "small-antmaze": dict(
         n_layer=4, d=128, batch_size=256, steps=6000, dropout=0.1, weight_decay=0.01,
     ),
-    "small-frames": dict(  # ours, on top of "small"
-        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0,
-        sample=False,
+    "small-frames": dict(
+        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0, sample=False
     ),
 }
 

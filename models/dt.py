@@ -305,7 +305,7 @@ FRAMES = dict(  # the released Atari code
     n_layer=6, n_head=8, context_len=30, activation="gelu", position="window", timestep_std=0.0, clip=1.0,
     betas=(0.9, 0.95), weight_decay=0.1, decay="matrices", schedule="cosine", lr_floor=0.1, eval_episodes=10,
 )
-# The papers' settings: "*", then the environment's family, then its name, then "small".
+# The papers' settings: "*", then family, then name, then "small".
 PRESETS = {
     "*": dict(  # the paper's table and the gym code
         n_layer=3, n_head=1, d=128, context_len=20, dropout=0.1, activation="relu", batch_size=64, lr=1e-4,
@@ -338,16 +338,15 @@ PRESETS = {
     "assault": dict(steps=39_060, targets=(780.0,)),
     "gopher": dict(steps=39_060, targets=(2750.0,)),
     "dmc": FRAMES | dict(lr=1e-3, steps=15_620, warmup=5),  # StARformer paper, Table 5; updates: its Atari's
-    "small": dict(  # ours, minutes on a laptop; a short context and narrow timestep table follow targets
+    "small": dict(  # ours, as those below; a short context and a narrow table follow targets
         n_layer=2, d=64, context_len=3, dropout=0.0, activation="relu", timestep_std=0.1, batch_size=106,
         steps=3700, lr=1.5e-3, warmup=100, schedule="cosine", eval_episodes=10, rtg_scale=None,
     ),
-    "small-antmaze": dict(  # ours, on top of "small"
+    "small-antmaze": dict(
         n_layer=3, d=128, batch_size=256, steps=6000, dropout=0.1, weight_decay=0.01,
     ),
-    "small-frames": dict(  # ours, on top of "small"
-        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0,
-        sample=False,
+    "small-frames": dict(
+        n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0, sample=False
     ),
 }
 

@@ -1038,6 +1038,7 @@ def test_every_d4rl_name_of_the_papers_has_its_row():
     }
     names |= {"breakout", "qbert", "pong", "seaquest", "asterix", "frostbite", "assault", "gopher", "boxing"}
     names |= {"cheetah-run", "ball-in-cup-catch", "finger-spin", "reacher-easy", "walker-walk"}
+    names |= {"cheetah-vel", "ant-dir", "metaworld-ml10", "metaworld-ml45"}
     assert names == set(ENVS)
 
 
@@ -1080,10 +1081,12 @@ def test_reference_returns_and_sizes_are_those_of_d4rl_and_of_the_environment(na
         assert env.ref is None and env.max_ep_len * env.kwargs["action_repeat"] == 1000
     elif env.family == "atari":
         assert env.ref == ATARI[name] and env.max_ep_len * 4 == 108_000
+    elif env.family == "tasks":
+        assert env.ref is None and envs.robotics().spec(env.id).max_episode_steps == env.max_ep_len
     else:
         assert env.ref == next(v for k, v in REFERENCES.items() if name == k or name.startswith(k + "-"))
         assert envs.robotics().spec(env.id).max_episode_steps == env.max_ep_len
-    assert env.rtg_scale > 0 and (env.minari or env.d4rl or env.family == "dmc")
+    assert env.rtg_scale > 0 and (env.minari or env.d4rl or env.family in ("dmc", "tasks"))
 
 
 @pytest.mark.parametrize(
@@ -1102,6 +1105,8 @@ def test_reference_returns_and_sizes_are_those_of_d4rl_and_of_the_environment(na
         "kitchen-complete",
         "breakout",
         "seaquest",
+        "cheetah-vel",
+        "ant-dir",
     ],
 )
 def test_the_environment_gives_states_of_the_width_in_its_row(name):

@@ -230,7 +230,7 @@ def test_groups_give_each_weight_once_and_the_critics_neither_decay_nor_the_acto
 # ------------------------------------------------------------------ slow copies
 
 def test_slow_critics_move_at_every_update_and_the_slow_actor_from_1000_on_at_every_fifth():
-    net, _ = made()
+    net, _ = made(polyak=0.005)
     start = copy.deepcopy(net)
 
     def share(name):        # of the way from its start to its fast copy
@@ -245,6 +245,30 @@ def test_slow_critics_move_at_every_update_and_the_slow_actor_from_1000_on_at_ev
     net.follow(1005)
     assert np.isclose(share("actor"), 0.005, rtol=1e-3)
     assert np.isclose(share("critics"), 1 - 0.995**2, rtol=1e-3)
+
+
+def test_polyak_sets_the_pace_of_both_slow_copies():
+    net, _ = made(polyak=0.1)
+    start = copy.deepcopy(net)
+    net.follow(1005)
+    for name in ("actor", "critics"):
+        slow, fast, old = (torch.nn.utils.parameters_to_vector(getattr(m, n).parameters())
+                           for m, n in ((net, f"slow_{name}"), (net, name), (start, f"slow_{name}")))
+        assert torch.allclose(slow, old + 0.1 * (fast - old), atol=1e-6)
+
+
+@pytest.mark.parametrize("K, polyak, expected", [(5, 0.005, 0.257), (20, 0.02, 0.989)])
+def test_q_is_learnt_no_quicker_than_window_and_slow_copies_allow(K, polyak, expected):
+    """With a reward of 1 for ever, Q is 1 / (1 - gamma). Critics that learn at once come this far in 2,400
+    updates: each brings the slow one nearer by polyak times (1 - the mean of gamma^n), n from 1 to K - 1."""
+    gamma, mask = 0.99, torch.ones(1, K, dtype=torch.bool)
+    slow = torch.zeros(1, dtype=torch.float64)
+    for _ in range(2400):
+        y, known = qt.n_step_targets(mask.double(), mask, ~mask, slow, gamma)
+        slow = slow + polyak * (y[known].mean() - slow)
+    share = float(slow) * (1 - gamma)
+    left = 1 - polyak * (1 - np.mean(gamma ** np.arange(1, K)))
+    assert np.isclose(share, 1 - left**2400) and np.isclose(share, expected, atol=1e-3)
 
 
 def test_stale_leaves_the_slow_actor_untrained_as_released_and_acting_with_dropout():
@@ -374,9 +398,28 @@ def test_presets_name_only_fields_that_exist_and_a_models_own_for_environments_d
     assert (s.model.eta, s.train.clip, s.model.n_layer, s.model.d, s.train.lr) == (3.0, 9.0, 4, 256, 3e-4)
     s = config.resolve(dict(model="qt-dc", env="hopper-medium", size="paper"))
     assert (s.model.eta, s.model.d, s.train.lr) == (1.0, 128, 3e-4), "DC has 256 and 1e-4 there"
+    for env, eta, clip, steps in (
+            ("kitchen-complete", 0.001, 9, 100_000), ("kitchen-partial", 0.01, 9, 50_000),
+            ("hammer-human", 0.1, 5, 60_000), ("hammer-cloned", 0.01, 9, 30_000),
+            ("door-human", 0.005, 9, 100_000), ("door-cloned", 0.001, 9, 60_000),
+            ("pen-human", 0.1, 9, 100_000),
+            ("maze2d-umaze", 5, 20, 100_000), ("antmaze-large-diverse", 0.005, 9, 80_000)):
+        s = config.resolve(dict(model="qt-dt", env=env, size="paper"))
+        assert (s.model.eta, s.train.clip, s.train.steps) == (eta, clip, steps), env
+    s = config.resolve(dict(model="qt-dt", env="relocate-human", size="paper"))
+    assert s.train.targets == (3000, 1000) and s.train.weight_decay == 1e-4
     s = config.resolve(dict(model="qt-dm", env="halfcheetah-medium", size="paper"))
     assert (s.model.eta, s.model.context_len, s.model.n_layer) == (5.0, 5, 6)
     assert importlib.import_module("models.dt").PRESETS["*"]["n_layer"] == 3, "and nothing leaks"
+
+
+def test_small_presets_of_a_place_take_the_models_sizes_and_qts_way_to_train():
+    s = config.resolve(dict(model="qt-dt", env="antmaze-umaze", size="small"))
+    own = importlib.import_module("models.dt").PRESETS["small-antmaze"]
+    assert (s.model.d, s.model.n_layer, s.model.dropout) == tuple(own[x] for x in ("d", "n_layer", "dropout"))
+    assert s.train.steps < own["steps"] and s.model.context_len == 20 and s.model.polyak > 0.005
+    assert s.model.eta == 0.05, "the released one"
+    assert config.resolve(dict(model="qt-dt", env="hopper-medium-replay", size="small")).model.eta == 1.0
 
 
 def test_the_command_wraps_the_model_it_is_given(capsys):
@@ -395,11 +438,15 @@ def test_the_command_wraps_the_model_it_is_given(capsys):
 def test_a_whole_run_asks_for_all_targets_at_once_and_eval_plays_it(tmp_path, capsys, monkeypatch):
     """On the point maze's own shapes, without collecting it: a set of two short episodes."""
     t = data.Trajectories(np.random.default_rng(0).standard_normal((40, 4)), np.zeros((40, 2)), np.ones(40),
-                          [20, 20], goals=np.zeros((40, 2)), env_spec={"id": "PointMaze_UMaze-v3", "kwargs": {
+                          [10, 30], goals=np.zeros((40, 2)), env_spec={"id": "PointMaze_UMaze-v3", "kwargs": {
                               "max_episode_steps": 5}}, layout={"first": None, "position": False})
     given = TINY | dict(eval_episodes=2, targets=(3.0, 1.0, 2.0), copies=4, critic_d=8, report_best=True)
     result = T.train(t, **given | dict(model="qt-dt", out=str(tmp_path), rtg_scale=2.0))
     assert [(r["target"], r["episodes"]) for r in result["rows"]] == [(3.0, 2)]
+    alone = T.train(t, **given | dict(model="qt-dt", out=str(tmp_path / "alone"), targets=None))
+    model, meta = load_run(alone["run"])
+    assert model.cfg.offsets == (0.0,), "of the data's own percentiles only the headline is asked for"
+    assert [(r["target"], r["episodes"]) for r in alone["rows"]] == [(alone["asked"], 2)]
     model, meta = load_run(result["run"])
     assert model.cfg.offsets == (0.0, -1.0, -0.5) and meta["model"] == "qt-dt"
     assert "return of the best evaluation" in capsys.readouterr().out
@@ -452,5 +499,5 @@ def test_qt_joins_the_good_halves_of_different_episodes_and_dt_does_not(seed, tm
         generator = torch.Generator().manual_seed(0)
         return [rollout(net, meta, [Arms() for _ in range(20)], [target] * 20, range(20), generator=generator)
                 ["return"].mean() for target in (1.1, 2.0)]
-    dt, both = played("dt"), played("qt-dt", eta=3.0, critic_d=32, copies=4)
+    dt, both = played("dt"), played("qt-dt", eta=3.0, critic_d=32, copies=4, polyak=0.005)
     assert both[0] > dt[0] + 0.2 and both[1] > dt[1] + 0.2 and both[1] > 1.8
