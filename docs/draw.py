@@ -286,8 +286,79 @@ def dt_lesson():
     return d.svg()
 
 
+def dc_lesson():
+    """Two blocks of filters of three tokens, so that one sees how reach grows from block to block."""
+    d = Drawing("Decision ConvFormer, with shapes", 700, 486)
+    names, places = TOKENS + ["a₃"], [59 + 46 * i for i in range(9)]
+    d.band(22, 118, 446, 26)
+    d.band(22, 378, 446, 26)
+    for floor, top, read in ((312, 258, {5, 6, 7}), (222, 180, {7})):
+        d.band(22, top - 4, 446, floor - top + 8)
+        for i in sorted(range(9), key=lambda i: i in read):     # dark lines lie above the pale ones
+            for x in places[max(0, i - 2):i + 1]:
+                d.line(x, floor, places[i], top, INK if i in read else FAINT, 1.6 if i in read else 1)
+    for i, x in enumerate(places):
+        d.line(x, 424, x, 362, LINE, 1.2)
+        d.line(x, 330, x, 312, LINE, 1.2)
+        d.line(x, 258, x, 222, LINE, 1.2)
+        d.token(x, 440, names[i], pale=i not in range(3, 8))
+        d.token(x, 346, names[i], pale=i not in range(3, 8))
+        for top in (258, 180):
+            d.shape(x, top, names[i][0], 6, fill=FILL[names[i][0]])
+    for i in (1, 4, 7):
+        d.prediction(places[i], 172, f"a{'₁₂₃'[i // 3]}", 78)
+    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(131, "a linear layer and tanh")
+    d.level(200, "second block: filters, an MLP", "(B, 3K, d)")
+    d.level(284, "first block: filters, an MLP", "(B, 3K, d)")
+    d.level(346, "tokens in one row", "(B, 3K, d)")
+    d.level(391, "a linear layer for each kind,", "and the timestep's embedding")
+    d.level(446, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
+    d.caption(245, "dark lines: all that the last prediction reads")
+    return d.svg()
+
+
+def lsdt_lesson():
+    """One block with the shapes of what passes through it; the rest is the Decision Transformer's."""
+    d = Drawing("Long-Short Decision Transformer, with shapes", 700, 446)
+    names, out = TOKENS + ["a₃"], 381
+    for left, first, words, channels in ((22, 0, "attention: long", "d - c channels"),
+                                         (254, 2, "convolution: short", "c channels")):
+        d.band(left, 232, 214, 92, words)
+        small = [left + 15 + 23 * i for i in range(9)]
+        for x in small[first:8]:
+            d.line(x, 306, small[7], 248)
+        for i, (x, name) in enumerate(zip(small, names, strict=True)):
+            d.token(x, 308, name, 5, pale=not first <= i < 8)
+        d.node(small[7], 248)
+        d.line(small[7], 248, out, 206)
+        d.arrow(left + 60, 356, 328, LINE)
+        d.text(left + 70, 346, channels, 11.5, anchor="start")
+    d.line(59, 356, 427, 356, LINE, 1.2)
+    for i, name in enumerate(names):
+        x = 59 + 46 * i
+        d.line(x, 376, x, 356, LINE, 1.2)
+        d.token(x, 392, name)
+    d.band(22, 178, 446, 28, "gates")
+    d.band(22, 122, 446, 28, "MLP")
+    d.node(out, 206, size=5)
+    d.prediction(out, 206, top=70)
+    d.level(70, "predicted actions", "(B, K, A)")
+    d.level(136, "an MLP;", "n_layer such blocks")
+    d.level(192, "a gate for each channel,", "then a linear layer: (B, 3K, d)")
+    d.level(278, "left: reads all tokens so far", "right: averages the last six")
+    d.level(338, "(B, 3K, d - c), (B, 3K, c)")
+    d.level(392, "tokens in one row, as in DT", "(B, 3K, d)")
+    d.caption(245, "dark lines: all that the last prediction reads")
+    return d.svg()
+
+
 DRAWINGS = {"dt": dt, "dc": dc, "lsdt": lsdt, "radt": radt, "starformer": starformer, "dm": dm}
-LESSONS = {"dt-lesson": dt_lesson}      # larger, for the notebooks that teach a model
+LESSONS = {     # larger, for the notebooks that teach a model
+    "dt-lesson": dt_lesson,
+    "dc-lesson": dc_lesson,
+    "lsdt-lesson": lsdt_lesson,
+}
 
 if __name__ == "__main__":
     for name, draw in (DRAWINGS | LESSONS).items():

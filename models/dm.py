@@ -11,7 +11,7 @@ A Decision Transformer in which every second layer attends over a few tokens, an
 Training chooses with the whole window in view. Acting cannot see the future: there an auxiliary predictor
 (aux) chooses, which has learned to tell from one token whether training would keep it.
 
-    python dm.py        learns one random batch by heart and prints the loss
+    python dm.py        learns one random batch by heart
 
 B batch, K context steps, L tokens (3K), d width, S state size, A action size.
 """

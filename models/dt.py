@@ -11,7 +11,7 @@ transformer, GPT-2, predicts each action from all tokens before it in the last K
 
 R is the sum of the rewards to come. In acting it starts as the return that you want; rewards are taken off.
 
-    python dt.py        learns one random batch by heart and prints the loss
+    python dt.py        learns one random batch by heart
 
 B batch, K context steps, L tokens (3K), d width, S, A, G sizes of state, action and goal.
 """
@@ -311,7 +311,7 @@ PRESETS = {
         n_layer=3, n_head=1, d=128, context_len=20, dropout=0.1, activation="relu", batch_size=64, lr=1e-4,
         weight_decay=1e-4, clip=0.25, steps=100_000, schedule="constant", eval_episodes=100,
         warmup=10_000,  # NOTE(paper): prints 100,000; every code base of the family has 10,000
-        timestep_std=1.0,  # NOTE(code): torch's default; it outweighs all other embeddings at the start
+        timestep_std=1.0,  # NOTE(code): torch's default; it outweighs all other embeddings
     ),
     "hopper": dict(targets=(3600.0, 1800.0)),
     "halfcheetah": dict(targets=(6000.0, 12000.0)),
