@@ -297,7 +297,7 @@ class DecisionTransformer(nn.Module):
         return torch.multinomial(y.softmax(-1), 1, generator=generator)[:, 0] if sample else y.argmax(-1)
 
 
-Model = DecisionTransformer  # the name by which the trainer finds it
+Model = DecisionTransformer  # the name that the trainer finds
 
 
 CORL = dict(activation="gelu", rtg_scale=1.0)  # its DT

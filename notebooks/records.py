@@ -106,6 +106,7 @@ def commit_weights(run, root, name=None):
     state = torch.load(run / "last.pt", map_location="cpu", weights_only=True)
     small = {key: x.half() if x.is_floating_point() else x for key, x in state["model"].items()}
     meta = state["meta"]
+    state["settings"]["train"] |= dict(out="runs", data="")      # this machine's
     folder = root / "weights" / (name or f"{meta['model']}-{meta['env']}")
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(dict(model=small, settings=state["settings"], meta=meta), folder / "last.pt")
