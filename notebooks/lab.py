@@ -215,12 +215,11 @@ def published(env):
     """The source of a set at scale paper.
 
     The papers' own; but Minari's of kitchen, and of mazes, whose D4RL coordinates nothing here has.
-    Nobody publishes frames of DMC: there, your own under the set's name, or the stand-in set.
+    Nobody publishes frames of DMC, where your own stand under the set's name, or sets of unseen tasks.
     """
     fact = envs.ENVS[env]
-    if fact.family in ("maze2d", "antmaze") or not (fact.d4rl or fact.stack):
-        return "minari"
-    return dict(atari="dqn", dmc="local").get(fact.family, "d4rl")
+    families = dict(maze2d="minari", antmaze="minari", atari="dqn", dmc="local", tasks="local")
+    return families.get(fact.family, "d4rl" if fact.d4rl else "minari")
 
 
 def values_of(env, seed, trained, given):
