@@ -257,6 +257,47 @@ def dm():
     return d.svg()
 
 
+def data_lesson():
+    """Rewards, the returns-to-go that are added up from them, and two windows with padding and mask."""
+    d = Drawing("From episodes to windows of K = 3 steps", 700, 452)
+    rewards = [[0, 0, 1, 0, 1, 1], [0, 1, 0, 2]]
+    starts = [46, 314]
+
+    def circle(x, y, words, dashed=False, **style):
+        if dashed:
+            style = dict(stroke=LINE, stroke_width=1.4, stroke_dasharray="4 2.5")
+        d.shape(x, y, "R", 13, fill=CARD if dashed else FILL["R"], **style)
+        d.text(x, y + 4.5, str(words), 12.5, INK, weight="bold")
+
+    for e, (left, earned) in enumerate(zip(starts, rewards, strict=True)):
+        d.band(left - 21, 286, 42 * len(earned), 138)
+        d.text(left - 12, 413, f"episode {e + 1}", 11, anchor="start")
+        for i, r in enumerate(earned):      # its own reward, and the return-to-go of the step after
+            x = left + 42 * i
+            circle(x, 376, r, fill_opacity=0.35)
+            circle(x, 314, sum(earned[i:]))
+            d.arrow(x, 360, 330)
+            if i + 1 < len(earned):
+                d.line(x + 28, 314, x + 19, 314)
+                d.add("path", d=f"M{x + 22} 310L{x + 15} 314L{x + 22} 318Z", fill=INK)
+    for y, first, real in ((224, 1, 3), (130, 5, 1)):       # the first step, and how many are real
+        left = starts[0] + 42 * first
+        for i in range(real):
+            d.line(left + 42 * i, 298, left + 42 * i, y + 20, LINE, 1.2, "2 3")
+        d.band(left - 21, y - 42, 126, 62)
+        for i in range(3):
+            x = left + 42 * i
+            circle(x, y, sum(rewards[0][first + i:]), i >= real)
+            d.text(x, y - 24, "true" if i < real else "false", 11)
+    d.level(60, "a batch of B windows", "returns-to-go here: (B, K, 1)")
+    d.level(120, "from the last step on: one", "real step, then padding")
+    d.level(214, "a window of three steps,", "above it its mask (B, K)")
+    d.level(314, "returns-to-go, added up", "from the episode's end")
+    d.level(376, "rewards")
+    d.caption(240, "two episodes, laid end to end")
+    return d.svg()
+
+
 def dt_lesson():
     """The whole model with the shapes of what passes through it."""
     d = Drawing("Decision Transformer, with shapes", 700, 446)
@@ -353,11 +394,158 @@ def lsdt_lesson():
     return d.svg()
 
 
+def dm_lesson():
+    """A standard layer, then a mixer layer, with the shapes of what passes through them."""
+    d = Drawing("Decision Mixer, with shapes", 700, 548)
+    names, places = TOKENS + ["a₃"], [59 + 46 * i for i in range(9)]
+    weights, threshold, base, out = [9, 25, 6, 12, 27, 10, 22, 30, 8], 18, 336, 178
+    keep = [w > threshold for w in weights]
+    for x, kept in zip(places, keep, strict=True):      # first, since they pass behind the attention
+        if not kept:
+            d.line(x, base, x, out, LINE, 1.3, "4 3")
+            d.node(x, out, LINE, 3)
+    d.band(22, 116, 446, 26)
+    d.band(22, 194, 446, 70)
+    d.band(22, 290, 446, 48)
+    d.band(22, 402, 446, 26)
+    d.band(22, 446, 446, 26)
+    for i, (x, w, kept) in enumerate(zip(places, weights, keep, strict=True)):
+        d.line(x, 490, x, 384, LINE, 1.2)
+        if kept:
+            d.line(x, base - w, x, out, FAINT if i < 7 else INK)
+            d.line(x, 254, places[7], 206)
+            d.node(x, out, INK, 3)
+        d.box(x - 8, base - w, 16, w, fill=INK if kept else FAINT)
+        d.token(x, 364, names[i], pale=not kept)
+        d.token(x, 504, names[i])
+    d.node(places[7], 206)
+    d.line(26, base - threshold, 464, base - threshold, LINE, 1.2, "2 3")
+    d.text(28, base - threshold - 5, "k", 11, anchor="start")
+    for i in (1, 4, 7):
+        d.prediction(places[i], out, f"a{'₁₂₃'[i // 3]}", 78)
+    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(129, "a linear layer and tanh")
+    d.level(168, "kept: Z times its weight w;", "passed by: as it was; (B, 3K, d)")
+    d.level(229, "attention and MLP among", "the k kept tokens: (B, k, d)")
+    d.level(314, "router: weights w (B, 3K, 1);", "hypernetwork: how many, k")
+    d.level(364, "tokens in one row", "(B, 3K, d)")
+    d.level(415, "a layer of the", "Decision Transformer")
+    d.level(459, "a linear layer for each kind,", "and the timestep's embedding")
+    d.level(504, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
+    d.caption(245, "dark bars: kept; pale bars: passed by")
+    return d.svg()
+
+
+def radt_lesson():
+    """The whole model with the shapes of what passes through it."""
+    d = Drawing("Return-Aligned Decision Transformer, with shapes", 700, 566)
+    returns, main = [49 + 46 * i for i in range(3)], [214 + 46 * i for i in range(6)]
+    d.box(14, 150, 462, 260, 10, fill="none", stroke=EDGE, stroke_width=1.5)
+    d.band(192, 112, 276, 26)
+    d.band(192, 194, 276, 26)
+    d.band(22, 262, 446, 58)
+    d.band(192, 360, 276, 42)
+    d.band(22, 462, 446, 26)
+    for i, x in enumerate(returns + main):
+        name = ["R₁", "R₂", "R₃", "s₁", "a₁", "s₂", "a₂", "s₃", "a₃"][i]
+        d.line(x, 508, x, 446, LINE, 1.2)
+        d.token(x, 524, name)
+        d.token(x, 430, name)
+    for i in (0, 2, 4):
+        color, width = (INK, 1.6) if i == 4 else (FAINT, 1.2)
+        for x in main[:i + 1]:
+            d.line(x, 414, x, 396, color, width)
+            d.line(x, 396, main[i], 366, color, width)
+        for x in returns[:i // 2 + 1]:
+            d.line(x, 414, x, 320, color, width)
+            d.line(x, 320, main[i], 276, color, width)
+        d.line(main[i], 366, main[i], 120, color, width)
+        d.node(main[i], 366, color)
+        d.node(main[i], 276, color)
+        d.prediction(main[i], 120, f"a{'₁₂₃'[i // 2]}", 78)
+    d.line(returns[2], 330, returns[2], 168)        # its own step's return, to every norm
+    for y in (340, 242, 168):
+        d.line(returns[2], y, 176, y)
+        d.arrowhead(185, y, turned=True)
+        d.box(192, y - 10, 276, 20, 10, fill=INK)
+        d.text(330, y + 4, "layer norm", 11.5, "white")
+    for i, words in enumerate(("scale", "and", "shift")):
+        d.text(returns[2] - 10, 200 + 16 * i, words, 11, anchor="end")
+    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(125, "a linear layer and tanh")
+    d.level(168, "norm: scale and shift come", "from the return of the own step")
+    d.level(208, "an MLP")
+    d.level(242, "norm, again by the return")
+    d.level(291, "cross-attention to the returns", "up to the own step: (2K, K)")
+    d.level(340, "norm, again by the return")
+    d.level(381, "self-attention: (2K, 2K)", "n_layer blocks like this frame")
+    d.level(430, "two rows of tokens", "(B, K, d) and (B, 2K, d)")
+    d.level(475, "a linear layer for each kind,", "and the step's position")
+    d.level(530, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
+    d.caption(returns[1], "returns apart")
+    d.caption(main[2] + 23, "states and actions")
+    return d.svg()
+
+
+def starformer_lesson():
+    """A group of tokens in each step, what it is folded into, and the row that is made of it."""
+    d = Drawing("StARformer, with shapes", 700, 500)
+    d.band(22, 118, 446, 26)
+    d.band(22, 184, 446, 74)
+    for t in range(3):
+        left = 22 + 152 * t
+        g, h = left + 60, left + 122
+        d.band(left, 352, 100, 62)
+        places = [left + 14, left + 42, left + 66, left + 86]
+        for x in places:
+            d.line(x, 436, x, 406, LINE, 1.2)
+        for x in places:        # each token of a group reads each
+            for y in places:
+                d.line(x, 406, y, 364, FAINT, 1.1)
+        for x in places:
+            d.line(x, 364, g, 330, INK, 1.3)
+        d.arrow(g, 330, 300)
+        d.box(g - 34, 316, 68, 20, 10, fill=INK)
+        d.text(g, 330, "W, b", 11.5, "white")
+        d.arrow(h, 436, 300, LINE)
+        d.token(places[0], 450, f"a{'₀₁₂'[t]}", 12)
+        d.token(places[1], 450, f"R{'₁₂₃'[t]}", 12)
+        for x in places[2:]:
+            for y in (442, 458):
+                d.token(x, y, "s", 7.5)
+        d.token(h, 450, f"s{'₁₂₃'[t]}")
+        for x, name in ((g, "g"), (h, "h")):
+            d.line(x, 272, x, 248, LINE, 1.2)
+            d.box(x - 13, 272, 26, 26, 7, fill=CARD, stroke=LINE, stroke_width=1.5)
+            d.text(x, 289.5, name + "₁₂₃"[t], 12.5, INK, weight="bold")
+    row = [22 + 152 * t + x for t in range(3) for x in (60, 122)]
+    for i in (1, 3, 5):
+        last = i == 5
+        for x in row[:i + 1]:
+            d.line(x, 248, row[i], 194, INK if last else FAINT, 1.6 if last else 1.2)
+        d.node(row[i], 194, INK if last else FAINT)
+        d.prediction(row[i], 194, f"a{'₁₂₃'[i // 2]}", 78)
+    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(131, "a linear layer, tanh for numbers")
+    d.level(164, "outputs at h: (B, K, d)")
+    d.level(221, "sequence transformer: causal", "(B, 2K, d)")
+    d.level(285, "g: one token for each group", "h: the whole state, (B, K, d) each")
+    d.level(326, "a group's tokens side by side")
+    d.level(383, "step transformer: in a group", "all read all, (B K, n, e)")
+    d.level(450, "last action, return-to-go, the state", "in parts, and the state as a whole")
+    d.caption(245, "each layer of the one hands its g to the same layer of the other")
+    return d.svg()
+
+
 DRAWINGS = {"dt": dt, "dc": dc, "lsdt": lsdt, "radt": radt, "starformer": starformer, "dm": dm}
 LESSONS = {     # larger, for the notebooks that teach a model
+    "data-lesson": data_lesson,
     "dt-lesson": dt_lesson,
     "dc-lesson": dc_lesson,
     "lsdt-lesson": lsdt_lesson,
+    "radt-lesson": radt_lesson,
+    "starformer-lesson": starformer_lesson,
+    "dm-lesson": dm_lesson,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The notebooks: complete, executed, small, running at scale smoke; and the maps, quirks and tables they use.
+"""The experiments: complete, executed, small, running at scale smoke; their maps, quirks and tables.
 
     pytest tests/test_16_notebooks.py
 """
@@ -34,7 +34,6 @@ import records  # noqa: E402
 import released  # noqa: E402
 
 EXPERIMENTS = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
-NAMES = ["quickstart", "data", *EXPERIMENTS]
 # every table and figure of the five papers that is a section; "X" are our own
 IDS = {
     "experiments/dc":
@@ -59,7 +58,7 @@ def code_cells(name):
 
 # ------------------------------------------------------------------- as committed
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_committed_outputs(name):
     file = ROOT / "notebooks" / f"{name}.ipynb"
     assert file.stat().st_size <= 2**20, "at most 1 MiB"
@@ -79,7 +78,7 @@ def test_committed_outputs(name):
     assert not re.search(r"TODO", json.dumps(nb.cells))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_printed_source_is_what_the_files_hold(name, monkeypatch):
     """A cell that shows code shows it as it is today."""
     shown, count = [], 0
@@ -89,7 +88,7 @@ def test_printed_source_is_what_the_files_hold(name, monkeypatch):
             exec(cell.source, {"lab": lab})
             assert shown.pop() == cell.outputs[0].data["text/markdown"], cell.source
             count += 1
-    assert count or name == "quickstart"
+    assert count
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -117,7 +116,7 @@ def test_results_name_every_run():
 # ------------------------------------------------------------------- executed
 
 def test_all_run_at_scale_smoke(monkeypatch):
-    """From their folders, and quickstart from the repository's too; two at a time; no display."""
+    """From their folder, and one from the repository's too; two at a time; no display."""
     for key in ("DISPLAY", "MPLBACKEND"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("SCALE", "smoke")
@@ -130,12 +129,12 @@ def test_all_run_at_scale_smoke(monkeypatch):
         NotebookClient(nb, timeout=300, kernel_name="python3", resources=place).execute()
         assert "Scale `smoke`" in json.dumps(nb.cells)
         return sum(len(cell.outputs) for cell in nb.cells if cell.cell_type == "code")
-    names = sorted(NAMES, key=lambda name: -len(IDS.get(name, "")))
+    names = sorted(EXPERIMENTS, key=lambda name: -len(IDS.get(name, "")))
     jobs = [(name, Path("notebooks", name).parent) for name in names]
     results = {file: file.read_bytes() for file in (ROOT / "notebooks" / "results").glob("*.csv")}
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(execute, [*jobs, ("quickstart", ".")]))
-    assert min(done) > 3 and len(done) == len(NAMES) + 1
+        done = list(pool.map(execute, [*jobs, ("experiments/dt", ".")]))
+    assert min(done) > 3 and len(done) == len(EXPERIMENTS) + 1
     assert results == {file: file.read_bytes() for file in results}     # as committed
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 from PIL import Image
+from test_15_readme import README, slug, table_rows, without_blocks
 
 import settings
 
@@ -32,7 +33,8 @@ import lesson  # noqa: E402
 import progress  # noqa: E402
 
 ORDER = ["quickstart", "data", "dt", "dc", "lsdt", "radt", "starformer", "dm"]
-LESSONS = ["dt"]
+LESSONS = ["data", "dt", "radt"]
+NOTEBOOKS = ["quickstart", *LESSONS]
 MODELS = [name for name in LESSONS if name in settings.MODELS]
 ANSWER = re.compile(r"<details>\n<summary>Answer (\d)</summary>\n\n```python\n(.*?)```\n\n</details>", re.S)
 LINKS = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
@@ -74,7 +76,7 @@ def answers(name):
 
 # ------------------------------------------------------------------- as committed
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_as_committed(name):
     """Executed from top to bottom without a warning; light, with lines that a page shows whole."""
     nb = notebook(name)
@@ -110,6 +112,47 @@ def test_the_parts_of_a_lesson(name):
     assert text.count("**Exercise ") == 3 and "(README.md#glossary)" in text
 
 
+def test_the_parts_of_the_data_lesson():
+    """Equation, drawing, a gather() of at most ten lines that is data.py's, numbers that have a source."""
+    text, code = prose("data"), [cell.source for cell in cells("data", "code")]
+    assert text.count("$$") == 2 and re.search(r"!\[[^\]]{20,}\]\(\.\./docs/[\w-]+\.svg\)", text)
+    functions = [x for cell in code for x in ast.parse(cell).body if isinstance(x, ast.FunctionDef)]
+    own, = (x for x in functions if x.name == "gather")
+    assert own.end_lineno - own.lineno < 10
+    for equal in ("assert torch.equal(toy.rtg", "assert_close(slow[key], fast[key])",
+                  "- expected).abs().max() <", "assert_close(windows.mean"):
+        assert sum(equal in cell for cell in code) == 1, equal
+    source = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("## Where windows lie")[1]
+    quoted = re.findall(r"0\.\d+ to 0\.\d+", text)
+    assert len(quoted) == 2 and all(x in source for x in quoted)
+
+
+def test_the_parts_of_the_quickstart():
+    """Few cells, a film of two wishes, other wishes to try, and where to go on."""
+    text, code = prose("quickstart"), [cell.source for cell in cells("quickstart", "code")]
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert len(headings) >= 4 and all(re.search(r"\(\d+ minutes?\b.*\)$", h) for h in headings)
+    assert re.search(r"^\*\d+ minutes to read\..*\bcompute\b", text, re.M)
+    assert len(code) <= 6 and sum(len(cell.splitlines()) for cell in code) <= 20
+    first = Image.open(io.BytesIO(base64.b64decode(shown("quickstart", "image/png")[0])))
+    assert first.n_frames > 10 and first.size == (510, 312)
+    printed = json.dumps([out.get("data", {}) for out in outputs("quickstart")], ensure_ascii=False)
+    assert "2,000 updates and" in printed, "as committed it trains, with a line that tells how far it is"
+    assert "targets=[20, 60, 250]" in "".join(code)
+    for link in ("README.md#glossary", "../docs/results.md#what-is-normal", "data.ipynb", "dt.ipynb"):
+        assert f"]({link})" in text, link
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_its_minutes_are_those_of_the_tables(name):
+    """In notebooks/README.md and in the README's learning path."""
+    minutes = re.search(r"^\*(\d+) minutes to read\.", prose(name), re.M)[1]
+    rows = table_rows((FOLDER / "README.md").read_text(encoding="utf-8"))
+    assert [row[1] for row in rows if row[0] == f"[{name}.ipynb]({name}.ipynb)"] == [minutes]
+    row, = (row for row in table_rows(README) if row[0] == f"lesson [{name}](notebooks/{name}.ipynb)")
+    assert row[1] == minutes
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_of_a_model_lesson(name):
     """Its equations with a table of symbols, drawing, paper, film, and an equality with models/<name>.py."""
@@ -128,7 +171,7 @@ def test_the_parts_of_a_model_lesson(name):
     assert re.search(rf"\b{name}\.[A-Z]\w+\(", "".join(cell.source for cell in cells(name, "code")))
 
 
-@pytest.mark.parametrize("name", [*LESSONS, "README"])
+@pytest.mark.parametrize("name", [*NOTEBOOKS, "README"])
 def test_links(name):
     """They lead somewhere, in texts and in outputs, and those with line numbers to today's lines."""
     if name == "README":
@@ -140,8 +183,9 @@ def test_links(name):
     for link in links:
         file, _, place = link.partition("#")
         assert (FOLDER / file).exists() or file.removesuffix(".ipynb") in ORDER, link
-        if file == "README.md" and place:
-            assert place == "glossary"
+        if file.endswith(".md") and place:
+            page = without_blocks((FOLDER / file).read_text(encoding="utf-8"))
+            assert place in map(slug, re.findall(r"^#+ (.*)$", page, re.M)), link
     named = len(lesson.LINK.findall(text))
     assert len(re.findall(r"#L\d", text)) == named, "a link with lines has the name of its thing"
     assert lesson.relinked(text) == text, "python notebooks/lesson.py puts the line numbers right"
@@ -157,24 +201,30 @@ def test_the_drawings_are_what_their_script_draws():
 # ------------------------------------------------------------------- executed
 
 def test_all_run_with_their_answers(monkeypatch):
-    """At scale smoke, two at a time, without a display; each answer runs where it stands."""
+    """At scale smoke, two at a time, without a display; each answer runs where it stands.
+
+    From their folder, and the quickstart from the repository's too.
+    """
     for key in ("DISPLAY", "MPLBACKEND"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("SCALE", "smoke")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def execute(name):
+    def execute(job):
+        name, folder = job
         nb = notebook(name)
         nb.cells = [part for cell in nb.cells for part in [
             cell, *(nbformat.v4.new_code_cell(code) for _, code in ANSWER.findall(cell.source))]]
-        place = {"metadata": {"path": str(FOLDER)}}
+        place = {"metadata": {"path": str(folder)}}
         NotebookClient(nb, timeout=120, kernel_name="python3", resources=place).execute()
         found = [out for cell in nb.cells if cell.cell_type == "code" for out in cell.outputs]
         assert "Scale `smoke`" in json.dumps(nb.cells)
         assert not [out for out in found if out.get("name") == "stderr"]
-        return len(found)
+        assert len(found) > (8 if name in LESSONS else 6)
+        return name
+    jobs = [("quickstart", ROOT), *((name, FOLDER) for name in NOTEBOOKS)]
     with ThreadPoolExecutor(2) as pool:
-        assert min(pool.map(execute, LESSONS)) > 8
+        assert list(pool.map(execute, jobs)) == ["quickstart", *NOTEBOOKS]
 
 
 # ------------------------------------------------------------------- what the lessons share
@@ -188,6 +238,25 @@ def smoke(tmp_path, monkeypatch):
         monkeypatch.setattr(lab.here, name, getattr(lab.here, name))
     lesson.begin()
     return tmp_path
+
+
+@pytest.mark.parametrize("name", [name for name in lesson.LOOKS if name != "BC"])
+def test_the_quickstart_runs_with_any_model(smoke, monkeypatch, name):
+    """A word is changed, in either cell that has one, and no later cell breaks; all models are on offer."""
+    pictures, texts, names, changed = [], [], {}, 0
+    monkeypatch.setattr(lesson, "display", pictures.append)
+    monkeypatch.setattr(lab, "picture", pictures.append)
+    monkeypatch.setattr(lab, "show", texts.append)
+    for cell in cells("quickstart", "code"):
+        code, n = re.subn(r'^(name|other) = "\w+"', f'\\1 = "{name}"', cell.source, flags=re.M)
+        if n:
+            offered = re.findall(r'"(\w+)"', cell.source.split("# change this word:")[1].splitlines()[0])
+            own = re.search(r'^(?:name|other) = "(\w+)"', cell.source, re.M)[1]
+            assert own not in offered and {*offered, own, "DT"} == lesson.LOOKS.keys() - {"BC"}
+        exec(code, names)
+        changed += n
+    assert changed == 2 and names["agent"].cfg.model == name.lower() and len(pictures) == 3
+    assert list(names["agents"]) == [name] and f"{name}: mean" in texts[-1]
 
 
 class Handle:
