@@ -526,7 +526,7 @@ def starformer_lesson():
         d.node(row[i], 194, INK if last else FAINT)
         d.prediction(row[i], 194, f"a{'₁₂₃'[i // 2]}", 78)
     d.level(78, "predicted actions", "(B, K, A)")
-    d.level(131, "a linear layer, tanh for numbers")
+    d.level(131, "a linear layer (and tanh)")
     d.level(164, "outputs at h: (B, K, d)")
     d.level(221, "sequence transformer: causal", "(B, 2K, d)")
     d.level(285, "g: one token for each group", "h: the whole state, (B, K, d) each")

@@ -33,7 +33,7 @@ import lesson  # noqa: E402
 import progress  # noqa: E402
 
 ORDER = ["quickstart", "data", "dt", "dc", "lsdt", "radt", "starformer", "dm"]
-LESSONS = ["data", "dt", "dc", "lsdt", "radt", "dm"]
+LESSONS = ["data", "dt", "dc", "lsdt", "radt", "starformer", "dm"]
 NOTEBOOKS = ["quickstart", *LESSONS]
 MODELS = [name for name in LESSONS if name in settings.MODELS]
 ANSWER = re.compile(r"<details>\n<summary>Answer (\d)</summary>\n\n```python\n(.*?)```\n\n</details>", re.S)
