@@ -220,7 +220,7 @@ def test_all_run_with_their_answers(monkeypatch):
         found = [out for cell in nb.cells if cell.cell_type == "code" for out in cell.outputs]
         assert "Scale `smoke`" in json.dumps(nb.cells)
         assert not [out for out in found if out.get("name") == "stderr"]
-        assert len(found) > (8 if name in LESSONS else 6)
+        assert len(found) > (8 if name in LESSONS else 5)
         return name
     jobs = [("quickstart", ROOT), *((name, FOLDER) for name in NOTEBOOKS)]
     with ThreadPoolExecutor(2) as pool:
