@@ -19,7 +19,9 @@ def short(error):
 def nearest(word, words):
     """The end of a message about a wrong name: "did you mean ...?", or names that there are."""
     near = difflib.get_close_matches(word, words, 3, 0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are: {textwrap.shorten(', '.join(words), 500)}"
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"there are: {textwrap.shorten(', '.join(words), 500)}"
 
 
 class Parser(argparse.ArgumentParser):
