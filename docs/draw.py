@@ -109,6 +109,10 @@ class Drawing:
         return "\n".join([opening, *self.parts, "</svg>", ""])
 
 
+INPUTS = "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)"       # of lessons' drawings
+EMBEDDING = "a linear layer for each kind,", "and the timestep's embedding"
+OUTPUTS = "predicted actions", "(B, K, A)"
+READ = "dark lines: all that the last prediction reads"
 TOKENS = ["R₁", "s₁", "a₁", "R₂", "s₂", "a₂", "R₃", "s₃"]
 PLACES = [59 + 46 * i for i in range(8)]
 LOW, HIGH = FLOOR - 16, 96      # where lines leave the tokens, and where they arrive
@@ -316,14 +320,14 @@ def dt_lesson():
             d.line(x, 262, places[i], 194, INK if last else FAINT, 1.6 if last else 1.2)
         d.node(places[i], 194, INK if last else FAINT)
         d.prediction(places[i], 194, f"a{'₁₂₃'[i // 3]}", 78)
-    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(78, *OUTPUTS)
     d.level(131, "a linear layer and tanh")
     d.level(164, "outputs at the states: (B, K, d)")
     d.level(228, "attention, then an MLP;", "n_layer such blocks")
     d.level(306, "tokens in one row", "(B, 3K, d)")
-    d.level(351, "a linear layer for each kind,", "and the timestep's embedding")
-    d.level(406, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
-    d.caption(245, "dark lines: all that the last prediction reads")
+    d.level(351, *EMBEDDING)
+    d.level(406, *INPUTS)
+    d.caption(245, READ)
     return d.svg()
 
 
@@ -348,14 +352,14 @@ def dc_lesson():
             d.shape(x, top, names[i][0], 6, fill=FILL[names[i][0]])
     for i in (1, 4, 7):
         d.prediction(places[i], 172, f"a{'₁₂₃'[i // 3]}", 78)
-    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(78, *OUTPUTS)
     d.level(131, "a linear layer and tanh")
     d.level(200, "second block: filters, an MLP", "(B, 3K, d)")
     d.level(284, "first block: filters, an MLP", "(B, 3K, d)")
     d.level(346, "tokens in one row", "(B, 3K, d)")
-    d.level(391, "a linear layer for each kind,", "and the timestep's embedding")
-    d.level(446, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
-    d.caption(245, "dark lines: all that the last prediction reads")
+    d.level(391, *EMBEDDING)
+    d.level(446, *INPUTS)
+    d.caption(245, READ)
     return d.svg()
 
 
@@ -384,13 +388,13 @@ def lsdt_lesson():
     d.band(22, 122, 446, 28, "MLP")
     d.node(out, 206, size=5)
     d.prediction(out, 206, top=70)
-    d.level(70, "predicted actions", "(B, K, A)")
+    d.level(70, *OUTPUTS)
     d.level(136, "an MLP;", "n_layer such blocks")
     d.level(192, "a gate for each channel,", "then a linear layer: (B, 3K, d)")
     d.level(278, "left: reads all tokens so far", "right: averages the last six")
     d.level(338, "(B, 3K, d - c), (B, 3K, c)")
     d.level(392, "tokens in one row, as in DT", "(B, 3K, d)")
-    d.caption(245, "dark lines: all that the last prediction reads")
+    d.caption(245, READ)
     return d.svg()
 
 
@@ -423,15 +427,15 @@ def dm_lesson():
     d.text(28, base - threshold - 5, "k", 11, anchor="start")
     for i in (1, 4, 7):
         d.prediction(places[i], out, f"a{'₁₂₃'[i // 3]}", 78)
-    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(78, *OUTPUTS)
     d.level(129, "a linear layer and tanh")
     d.level(168, "kept: Z times its weight w;", "passed by: as it was; (B, 3K, d)")
     d.level(229, "attention and MLP among", "the k kept tokens: (B, k, d)")
     d.level(314, "router: weights w (B, 3K, 1);", "hypernetwork: how many, k")
     d.level(364, "tokens in one row", "(B, 3K, d)")
     d.level(415, "a layer of the", "Decision Transformer")
-    d.level(459, "a linear layer for each kind,", "and the timestep's embedding")
-    d.level(504, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
+    d.level(459, *EMBEDDING)
+    d.level(504, *INPUTS)
     d.caption(245, "dark bars: kept; pale bars: passed by")
     return d.svg()
 
@@ -471,7 +475,7 @@ def radt_lesson():
         d.text(330, y + 4, "layer norm", 11.5, "white")
     for i, words in enumerate(("scale", "and", "shift")):
         d.text(returns[2] - 10, 200 + 16 * i, words, 11, anchor="end")
-    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(78, *OUTPUTS)
     d.level(125, "a linear layer and tanh")
     d.level(168, "norm: scale and shift come", "from the return of the own step")
     d.level(208, "an MLP")
@@ -481,7 +485,7 @@ def radt_lesson():
     d.level(381, "self-attention: (2K, 2K)", "n_layer blocks like this frame")
     d.level(430, "two rows of tokens", "(B, K, d) and (B, 2K, d)")
     d.level(475, "a linear layer for each kind,", "and the step's position")
-    d.level(530, "returns-to-go (B, K, 1), states", "(B, K, S), actions (B, K, A)")
+    d.level(530, *INPUTS)
     d.caption(returns[1], "returns apart")
     d.caption(main[2] + 23, "states and actions")
     return d.svg()
@@ -525,7 +529,7 @@ def starformer_lesson():
             d.line(x, 248, row[i], 194, INK if last else FAINT, 1.6 if last else 1.2)
         d.node(row[i], 194, INK if last else FAINT)
         d.prediction(row[i], 194, f"a{'₁₂₃'[i // 2]}", 78)
-    d.level(78, "predicted actions", "(B, K, A)")
+    d.level(78, *OUTPUTS)
     d.level(131, "a linear layer (and tanh)")
     d.level(164, "outputs at h: (B, K, d)")
     d.level(221, "sequence transformer: causal", "(B, 2K, d)")

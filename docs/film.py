@@ -11,12 +11,14 @@ from pathlib import Path
 
 import gymnasium
 from matplotlib import font_manager
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 
-import envs  # noqa: E402 (found once the repository's folder is on the path)
+from camera import BODY, CARD, GOAL, INK, INNER, PAGE, RETURN, TRAIL, WALL, palette  # noqa: E402
+
+import envs  # noqa: E402 (found once the repository's folders are on the path)
 from errors import Parser, UserError, run_command  # noqa: E402
 from eval import evaluate, load_run  # noqa: E402
 
@@ -25,8 +27,6 @@ PANE, GAP, MAZE = 232, 14, 204
 WIDTH, HEIGHT = 3 * PANE + 4 * GAP, 322
 EVERY = 3               # steps of the maze to a frame
 MILLISECONDS, LAST = 60, 2500
-CARD, PAGE, WALL, INK = "#fbfcfd", "#eef1f5", "#c3cad4", "#28303c"
-STATE, TRAIL, GOAL, INNER, RETURN = "#35618f", "#9db8d3", "#3f8a62", "#d7e8de", "#e0a030"
 
 
 class Recorder(gymnasium.Wrapper):
@@ -61,19 +61,6 @@ def record(run):
 def font(size, weight="normal"):
     path = font_manager.findfont(font_manager.FontProperties(family="DejaVu Sans", weight=weight))
     return ImageFont.truetype(path, size * SCALE)
-
-
-def palette():
-    """The colours used and what lies between them and the ground, as a picture for Image.quantize."""
-    colors = []
-    for ground in map(ImageColor.getrgb, (CARD, PAGE, INNER)):
-        for color in map(ImageColor.getrgb, (INK, WALL, STATE, TRAIL, GOAL, RETURN)):
-            for share in (0, 0.25, 0.5, 0.75, 1):
-                pairs = zip(color, ground, strict=True)
-                colors.append([round(share * c + (1 - share) * g) for c, g in pairs])
-    image = Image.new("P", (1, 1))
-    image.putpalette([x for color in colors for x in color])
-    return image
 
 
 class Film:
@@ -128,7 +115,7 @@ class Film:
             way = [self.pixel(i, place) for place in seen.places[:step + 1]]
             if len(way) > 1:
                 pen.line(way, TRAIL, 3 * SCALE, "curve")
-            self.disc(pen, way[-1], 8, fill=STATE)
+            self.disc(pen, way[-1], 8, fill=BODY)
             left = GAP + i * (PANE + GAP) + 14
             top, width = 262, PANE - 28
             bar = (left * SCALE, top * SCALE, (left + width) * SCALE, (top + 12) * SCALE)

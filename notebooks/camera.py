@@ -21,9 +21,9 @@ BODY, TRAIL, GOAL, INNER, RETURN = "#35618f", "#9db8d3", "#3f8a62", "#d7e8de", "
 SPHERE, CAPSULE, BOX = 2, 3, 6      # MuJoCo's numbers of shapes
 
 
-def palette():
-    """The colours used, what lies between them and the ground, and grays, for Image.quantize()."""
-    colors = [[8 * i + 4] * 3 for i in range(32)]
+def palette(grays=0):
+    """The colours used, what lies between them and the ground, and so many grays, for Image.quantize()."""
+    colors = [[256 // grays * i + 128 // grays] * 3 for i in range(grays)]
     for ground in map(ImageColor.getrgb, (CARD, PAGE, INNER)):
         for color in map(ImageColor.getrgb, (INK, WALL, BODY, TRAIL, GOAL, RETURN)):
             for share in (0, 0.25, 0.5, 0.75, 1):
@@ -164,7 +164,7 @@ def film(model, meta, wishes, start, seed=0):
     panes = [Pane(tape, wish, GAP + i * (PANE + GAP), most)
              for i, (tape, wish) in enumerate(zip(tapes, wishes, strict=True))]
     width, longest = GAP + len(panes) * (PANE + GAP), max(len(tape.shots) for tape in tapes) - 1
-    frames, colors = [], palette()
+    frames, colors = [], palette(grays=32)
     for step in np.linspace(0, longest, min(FRAMES, longest + 1)).round().astype(int):
         image = Image.new("RGB", (width * TIMES, HEIGHT * TIMES), CARD)
         for pane in panes:

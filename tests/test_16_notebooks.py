@@ -115,26 +115,30 @@ def test_results_name_every_run():
 
 # ------------------------------------------------------------------- executed
 
-def test_all_run_at_scale_smoke(monkeypatch):
-    """From their folder, and one from the repository's too; two at a time; no display."""
+def outputs_at_smoke(jobs, timeout, monkeypatch):
+    """The outputs of each (notebook, folder), executed there, two at a time, without a display."""
     for key in ("DISPLAY", "MPLBACKEND"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("SCALE", "smoke")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def execute(job):
-        name, folder = job
-        nb = notebook(name)
-        place = {"metadata": {"path": str(ROOT / folder)}}
-        NotebookClient(nb, timeout=300, kernel_name="python3", resources=place).execute()
+        nb, folder = job
+        place = {"metadata": {"path": str(folder)}}
+        NotebookClient(nb, timeout=timeout, kernel_name="python3", resources=place).execute()
         assert "Scale `smoke`" in json.dumps(nb.cells)
-        return sum(len(cell.outputs) for cell in nb.cells if cell.cell_type == "code")
-    names = sorted(EXPERIMENTS, key=lambda name: -len(IDS.get(name, "")))
-    jobs = [(name, Path("notebooks", name).parent) for name in names]
-    results = {file: file.read_bytes() for file in (ROOT / "notebooks" / "results").glob("*.csv")}
+        return [out for cell in nb.cells if cell.cell_type == "code" for out in cell.outputs]
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(execute, [*jobs, ("experiments/dt", ".")]))
-    assert min(done) > 3 and len(done) == len(EXPERIMENTS) + 1
+        return list(pool.map(execute, jobs))
+
+
+def test_all_run_at_scale_smoke(monkeypatch):
+    """From their folder, and one from the repository's too."""
+    names = sorted(EXPERIMENTS, key=lambda name: -len(IDS.get(name, "")))
+    jobs = [(notebook(name), (ROOT / "notebooks" / name).parent) for name in names]
+    results = {file: file.read_bytes() for file in (ROOT / "notebooks" / "results").glob("*.csv")}
+    done = outputs_at_smoke([*jobs, (notebook("experiments/dt"), ROOT)], 300, monkeypatch)
+    assert min(map(len, done)) > 3 and len(done) == len(EXPERIMENTS) + 1
     assert results == {file: file.read_bytes() for file in results}     # as committed
 
 

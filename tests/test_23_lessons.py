@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +17,9 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from nbclient import NotebookClient
 from PIL import Image
 from test_15_readme import README, slug, table_rows, without_blocks
+from test_16_notebooks import outputs_at_smoke
 
 import settings
 
@@ -201,30 +200,18 @@ def test_the_drawings_are_what_their_script_draws():
 # ------------------------------------------------------------------- executed
 
 def test_all_run_with_their_answers(monkeypatch):
-    """At scale smoke, two at a time, without a display; each answer runs where it stands.
-
-    From their folder, and the quickstart from the repository's too.
-    """
-    for key in ("DISPLAY", "MPLBACKEND"):
-        monkeypatch.delenv(key, raising=False)
-    monkeypatch.setenv("SCALE", "smoke")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def execute(job):
-        name, folder = job
+    """Each answer runs where it stands. From their folder, and the quickstart from the repository's too."""
+    jobs = [("quickstart", ROOT), *((name, FOLDER) for name in NOTEBOOKS)]
+    with_answers = []
+    for name, folder in jobs:
         nb = notebook(name)
         nb.cells = [part for cell in nb.cells for part in [
             cell, *(nbformat.v4.new_code_cell(code) for _, code in ANSWER.findall(cell.source))]]
-        place = {"metadata": {"path": str(folder)}}
-        NotebookClient(nb, timeout=120, kernel_name="python3", resources=place).execute()
-        found = [out for cell in nb.cells if cell.cell_type == "code" for out in cell.outputs]
-        assert "Scale `smoke`" in json.dumps(nb.cells)
-        assert not [out for out in found if out.get("name") == "stderr"]
-        assert len(found) > (8 if name in LESSONS else 5)
-        return name
-    jobs = [("quickstart", ROOT), *((name, FOLDER) for name in NOTEBOOKS)]
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(execute, jobs)) == ["quickstart", *NOTEBOOKS]
+        with_answers.append((nb, folder))
+    done = outputs_at_smoke(with_answers, 120, monkeypatch)
+    for (name, _), found in zip(jobs, done, strict=True):
+        assert not [out for out in found if out.get("name") == "stderr"], name
+        assert len(found) > (8 if name in LESSONS else 5), name
 
 
 # ------------------------------------------------------------------- what the lessons share
