@@ -157,7 +157,8 @@ class OnlineRun(train.Run):
 
     def __init__(self, settings, t, meta):
         cfg = settings.train
-        super().__init__(settings, t, meta | dict(act_context=cfg.act_context))
+        super().__init__(settings, t, meta | dict(
+            act_context=cfg.act_context, code=config.code_of(cfg.model, cfg.env, also=["online.py"])))
         temperature = self.model.stochastic_log_temperature.requires_grad_()
         graph = self.device.type == "cuda" and cfg.graph
         self.tuner = torch.optim.Adam([temperature], cfg.temperature_lr, capturable=graph)

@@ -52,9 +52,9 @@ COLUMNS = (
 
 # ------------------------------------------------------------------- one run
 
-def name_of(given):
+def name_of(given, kind=config.Settings):
     """A run's folder: model, environment, seed, and eight digits that all of its settings decide."""
-    values = config.resolve(given).values()
+    values = config.resolve(given, kind).values()
     version = collect.SETS[values["env"]].version if values["env"] in collect.SETS else 0
     text = json.dumps([version, {key: x for key, x in values.items() if key not in UNNAMED}], sort_keys=True)
     name = "{model}-{env}-s{seed}-".format(**values) + hashlib.sha1(text.encode()).hexdigest()[:8]

@@ -27,24 +27,25 @@ from types import SimpleNamespace
 
 import filelock
 import numpy as np
-import PIL.Image
 import torch
 from IPython.display import Image, Markdown, display
 from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import records  # noqa: E402 (found once the repository's folder is on the path)
+import pictures  # noqa: E402 (found once the repository's folder is on the path)
+import records  # noqa: E402
 import released  # noqa: E402
 from maps import attention_maps, filters, gates, group_maps, kernel_maps, mean_attention  # noqa: E402, F401
+from pictures import axes, heat_maps, lines, picture, plain  # noqa: E402, F401
 from progress import Progress, resumable  # noqa: E402
 from records import COLUMNS, expected, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
 import envs  # noqa: E402
 import eval as player  # noqa: E402
+import online  # noqa: E402
 import settings  # noqa: E402
 import sweep as many  # noqa: E402
 import train  # noqa: E402
@@ -79,6 +80,15 @@ def begin(name, scale):
 def pick(smoke=None, local=None, paper=None):
     """The value for the scale at hand; smoke's is local's unless given."""
     return dict(smoke=local if smoke is None else smoke, local=local, paper=paper)[here.scale]
+
+
+def long(**more):
+    """Settings for questions of range: at scale local windows of 20 steps, longer ones than the small presets'.
+
+    Three layers of width 64; DM has four, so that two of them choose.
+    """
+    steps = dict(context_len=pick(smoke=3, local=20), windows="end", n_layer=3, batch_size=64)
+    return pick(local=steps, paper={}) | more
 
 
 def load(name, source="auto", folder="", goal=True, transitions=500_000, scale=None):
@@ -137,9 +147,9 @@ class Run:
             nan = dict.fromkeys("target return_mean length abs_error achieved_mean".split(), math.nan)
             self.rows = [dict.fromkeys(COLUMNS) | nan | dict(start="random", episodes=1, achieved=[math.nan])]
         self.label, self.spec, self.settings, self.scale = label, spec, given, here.scale
-        self.folder, self.cfg = folder_of(spec), settings.resolve(bare(spec)).train
+        self.folder, self.cfg = folder_of(spec), resolved(spec).train
         self.trained = trained or here.scale == "paper"
-        code = settings.code_of(self.model, self.env)
+        code = records.code_now(result)
         self.differs = [file for file, x in code.items() if self.code.get(file) != x]
         with contextlib.suppress(FileNotFoundError):
             self.kept = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8")) | self.kept
@@ -223,7 +233,7 @@ def published(env):
 
 
 def values_of(env, seed, trained, given):
-    """{field: value} of a run at this scale, and its quirk (see released.py), if there is one."""
+    """{field: value} of a run at this scale, its quirk (see released.py), and online, if so."""
     frames = envs.ENVS[env].stack > 0
     base, forced = dict(model="dt", size="small", source="local", eval_every=0), {}
     if here.scale == "paper":
@@ -231,6 +241,7 @@ def values_of(env, seed, trained, given):
     elif here.scale == "smoke":
         base |= dict(n_head=1, context_len=2) if frames else {}
         forced = dict(steps=3, batch_size=4, d=32, warmup=1, targets=(1.0,), eval_episodes=1, eval_every=0)
+        forced |= dict(env_steps=20, updates=2, rollouts=1) if given.get("online") else {}
     elif not trained:
         base |= dict(steps=40, batch_size=16, context_len=4) if frames else dict(steps=200)
         base["eval_episodes"] = 2
@@ -238,37 +249,53 @@ def values_of(env, seed, trained, given):
 
 
 def bare(spec):
-    return {key: x for key, x in spec.items() if key != "quirk"}
+    """The settings among a spec's values."""
+    return {key: x for key, x in spec.items() if key not in ("quirk", "online")}
+
+
+def kind_of(spec):
+    return online.OnlineSettings if spec.get("online") else settings.Settings
+
+
+def resolved(spec):
+    return settings.resolve(bare(spec), kind_of(spec))
 
 
 def folder_of(spec):
     """Where a run is kept. All of its settings make its name, so a changed preset makes another run."""
-    name = "-".join(filter(None, [many.name_of(bare(spec)), spec.get("quirk")]))
+    name = many.name_of(bare(spec), kind_of(spec))
+    name = "-".join(filter(None, [name, spec.get("quirk"), "online" * bool(spec.get("online"))]))
     return ROOT / "runs" / "notebooks" / here.scale / name
 
 
 def found(spec):
     """The result of a finished run, or None: the project's, or this machine's, rather one of today's code."""
-    folder, code = folder_of(spec), settings.code_of(spec["model"], spec["env"])
+    folder = folder_of(spec)
     stored = None if here.scale == "smoke" or folder in here.own else records.committed(ROOT).get(folder.name)
     results = filter(None, [stored, many.finished(folder)])
-    return min(results, key=lambda x: x.get("code") != code, default=None)
+    return min(results, key=lambda x: x.get("code") != records.code_now(x), default=None)
 
 
 @resumable
 def learn(spec, label=""):
     """Train one run, or go on with it: its result."""
-    folder, resolved = folder_of(spec), settings.resolve(bare(spec))
-    cfg = resolved.train
+    folder, chosen = folder_of(spec), resolved(spec)
+    cfg = chosen.train
     many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(many.beside(folder, "lock")):       # another notebook may be at this run
         if not many.finished(folder):
             line = Progress(label or folder.name)
             text = open(many.beside(folder, "txt"), "a", encoding="utf-8")
             with text, contextlib.redirect_stdout(text), released.quirks(spec.get("quirk")):
-                t = load(cfg.env, cfg.source, cfg.data, resolved.model.goal != "none", cfg.transitions)
+                t = load(cfg.env, cfg.source, cfg.data, chosen.model.goal != "none", cfg.transitions)
                 try:
-                    line.finish(train.train(t, watch=line, **many.how(bare(spec), folder)))
+                    given = many.how(bare(spec), folder)
+                    if spec.get("online"):
+                        line.write("it learns from data, then by playing")
+                        result = online.fine_tune(t, **given)
+                    else:
+                        result = train.train(t, watch=line, **given)
+                    line.finish(result)
                 except train.Diverged as error:
                     many.failure(error, bare(spec), folder)
     return many.finished(folder)
@@ -291,8 +318,8 @@ def runs_of(todo, trained=False, fresh=False, own=False):
             here.own.add(folder)
     missing = [spec for spec in specs if not found(spec)]
     if here.scale != "smoke":       # side by side what needs nothing of this file
-        alike = [spec for spec in missing
-                 if "quirk" not in spec and (here.scale == "paper" or data.local_id(spec["env"]))]
+        alike = [spec for spec in missing if not spec.keys() & {"quirk", "online"}
+                 and (here.scale == "paper" or data.local_id(spec["env"]))]
         if len(alike) > 1:
             many.sweep(alike, folder_of(alike[0]).parent)
         before = [x["kept"]["spec"] for x in records.committed(ROOT).values()]
@@ -323,6 +350,9 @@ def sweep(id, variants, names, trained=False, seeds=None, fresh=False, **common)
 
     Settings that depend on the environment are a function of its name. seeds: which, or how many.
     """
+    if not names:
+        print(f"{id}: nothing is trained at scale {here.scale}")
+        return []
     if seeds is None:
         seeds = pick(smoke=1, local=3 if trained else 1, paper=3)
     todo = [(env, seed, label, common | (given(env) if callable(given) else given))
@@ -348,6 +378,9 @@ def results():
     folder = ROOT / "runs" / "notebooks" / here.scale / "results"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+pictures.folder = results
 
 
 def record(id, runs):
@@ -433,8 +466,9 @@ def table(runs, paper=None, each_target=False):
 def compare(*what, paper=None, each_target=False, claims=(), **given):
     """sweep(), table() and verdicts() in one; returns the runs."""
     runs = sweep(*what, **given)
-    table(runs, paper, each_target)
-    verdicts(*claims)
+    if runs:
+        table(runs, paper, each_target)
+        verdicts(*claims)
     return runs
 
 
@@ -479,69 +513,7 @@ def bench(env, updates=None, **given):
     return result | {"peak_mib": result["peak_mib"] and round(result["peak_mib"] - before)}
 
 
-# ------------------------------------------------------------------- pictures
-
-def picture(fig, save=None):
-    """Show a figure as a PNG; save: its name, where it is to be kept as well."""
-    fig.tight_layout()
-    whole, out = io.BytesIO(), io.BytesIO()
-    fig.savefig(whole, dpi=90)
-    # fewer bytes
-    PIL.Image.open(whole).convert("RGB").quantize(256).save(out, "PNG", optimize=True)
-    if save:
-        (results() / f"{save}.png").write_bytes(out.getvalue())
-    display(Image(out.getvalue()))
-
-
-def axes(columns, rows=1, width=3.4, height=2.9):
-    """(figure, flat list of axes)."""
-    fig = Figure(figsize=(width * columns, height * rows))
-    return fig, list(fig.subplots(rows, columns, squeeze=False).flat)
-
-
-def plain(x):
-    """A tensor or anything like an array, as an array in the computer's memory."""
-    return torch.as_tensor(x).detach().cpu().numpy()
-
-
-def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=4):
-    """Gray pictures of {title: (rows, columns) array}: darker is more."""
-    fig, panels = axes(min(columns, len(maps)), -(-len(maps) // columns))
-    for ax, (title, values) in zip(panels, maps.items(), strict=False):
-        values = plain(values)
-        shown = ax.imshow(values, cmap="Greys", aspect="auto", interpolation="nearest",
-                          vmin=min(0, values.min()))
-        ax.set_title(title, fontsize=9)
-        ax.set(xlabel=xlabel, ylabel=ylabel)
-        ax.locator_params(integer=True, min_n_ticks=1)
-        fig.colorbar(shown, ax=ax)
-    for ax in panels[len(maps):]:
-        ax.set_visible(False)
-    picture(fig, save)
-
-
-STYLES = ["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2))]
-
-
-def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=False):
-    """{label: (x, y)} or {label: (x, y, spread)}: lines that are told apart without colour."""
-    fig, (ax,) = axes(1, width=5.6, height=3.4)
-    for i, (label, curve) in enumerate(curves.items()):
-        x, y, *spread = map(plain, curve)
-        line, = ax.plot(x, y, linestyle=STYLES[i % 8], marker="osD^v<>x"[i % 8], markersize=4, label=label)
-        if spread:
-            ax.fill_between(x, y - spread[0], y + spread[0], alpha=0.15, color=line.get_color())
-    if diagonal:
-        ends = [edge(edge(x) for x, *_ in curves.values()) for edge in (min, max)]
-        ax.plot(ends, ends, color="0.6", linewidth=1, label="target = achieved")
-    if logy:
-        ax.set_yscale("log")
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.set_title(title, fontsize=9)
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
-    picture(fig, save)
-
+# ------------------------------------------------------------------- curves and paths
 
 def mean_curves(points):
     """{label: (x, mean, standard deviation)} from [(label, x, y)]."""

@@ -30,11 +30,6 @@ import camera
 
 import data
 
-# the looks of models, told apart without colour, too
-LOOKS = {
-    "DT": ("#35618f", "o", "-"), "DC": ("#c2571a", "s", "--"), "LSDT": ("#3f8a62", "D", ":"),
-    "RADT": ("#8a4f9e", "^", "-."), "StARformer": ("#b8860b", "v", (0, (5, 1))),
-    "DM": ("#b03a5b", "<", (0, (3, 1, 1, 1))), "BC": ("#6f6f6f", "x", (0, (1, 1)))}
 KINDS = {"R": "#b07510", "r": "#b07510", "s": "#35618f", "a": "#3f8a62"}       # as in the drawings
 
 
@@ -101,9 +96,9 @@ def play(agents, targets=(20, 60, 250), episodes=5, start=None):
     fig, (ax,) = lab.axes(1, width=5.6, height=3.6)
     ends = [min(targets), max(targets)]
     ax.plot(ends, ends, color="0.6", linewidth=1, label="what was asked for")
-    taken = []
+    look = lab.pictures.looks(got)
     for label, r in got.items():
-        color, marker, line = look(label, taken)
+        color, marker, line = look[label]
         ax.plot(list(r), [np.mean(x) for x in r.values()], color=color, marker=marker, linestyle=line,
                 label=label)
         ax.plot(list(r), list(r.values()), ".", color=color, markersize=4, alpha=0.5)
@@ -143,13 +138,6 @@ def windows(agent, target, start=None, seed=0):
 
 
 # ------------------------------------------------------------------- pictures
-
-def look(label, taken):
-    """(colour, marker, line style) of the model that a label begins with; black if they are taken."""
-    found = LOOKS.get(re.split(r"\W", label)[0])
-    taken.append(found if found and found not in taken else ("0", "*", "--"))
-    return taken[-1]
-
 
 def tokens(steps, kinds="Rsa"):
     """["R₁", "s₁", "a₁", "R₂", ...]"""

@@ -76,6 +76,12 @@ def committed(root):
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
+def code_now(result):
+    """What the code of a run's result would be today; see settings.code_of()."""
+    also = ["online.py"] if "offline" in result else []
+    return settings.code_of(result["model"], result["env"], also=also)
+
+
 def commit(folder, root, ending="", whole=False):
     """Make what runs/notebooks/<scale> holds the results that come with the project.
 
@@ -91,7 +97,7 @@ def commit(folder, root, ending="", whole=False):
         shutil.copy(path, root / "docs")
     for path in (folder / "sweep").glob("*.json"):
         result = sweep.finished(folder / path.stem)
-        if result and result.get("code") == settings.code_of(result["model"], result["env"]):
+        if result and result.get("code") == code_now(result):
             result["kept"] = json.loads(path.read_text(encoding="utf-8"))
             result["log_csv"] = log_csv(folder / path.stem)
             write_json(place / "runs" / path.name, result)

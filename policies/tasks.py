@@ -115,19 +115,22 @@ for _id, _entry, _steps in [("CheetahVel-v0", "cheetah_vel", 200), ("AntDir-v0",
 
 # ----- players, as in players.py
 
+PERIOD = 10     # steps
+
+
+
 def errors(rng, low, high):
     """How far one episode's aim is from its task's, step by step, without end.
 
-    It is thrown anywhere between low and high every 30 to 80 steps, and closes in on 0 from there. How much
-    of the way it goes in a step, 1 to 30 %, is drawn for the episode: how good its player is. Where it is
-    thrown tells nothing of the task, so a model must read rewards to know where the player went next.
+    It begins anywhere between low and high. Every PERIOD steps the player corrects a share of it, which is
+    drawn for the episode: how good its player is. One time in ten it is thrown anywhere again. In between it
+    stays, so that the past actions do not tell where it will go next, and a model must read rewards.
     """
-    rate, hold = np.exp(rng.uniform(*np.log((0.01, 0.3)))), rng.integers(30, 81)
+    share, error = rng.uniform(0, 1), rng.uniform(low, high)
     while True:
-        error = rng.uniform(low, high)
-        for _ in range(hold):
+        for _ in range(PERIOD):
             yield error
-            error *= 1 - rate
+        error = rng.uniform(low, high) if rng.random() < 0.1 else error * (1 - share)
 
 
 # Speed (m/s) of halfcheetah's level 5 whose actions are multiplied by STRENGTH: means of 180 steps.
