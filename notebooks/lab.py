@@ -49,6 +49,7 @@ import online  # noqa: E402
 import settings  # noqa: E402
 import sweep as many  # noqa: E402
 import train  # noqa: E402
+import unseen  # noqa: E402
 from eval import interval  # noqa: E402
 from models import dc, dm, dt, lsdt, radt, starformer  # noqa: E402, F401 (for notebooks)
 
@@ -83,11 +84,12 @@ def pick(smoke=None, local=None, paper=None):
 
 
 def long(**more):
-    """Settings for questions of range: at scale local windows of 20 steps, longer ones than the small presets'.
+    """Settings for questions of range: at scale local windows of 20 steps, longer than the presets' ones.
 
     Three layers of width 64; DM has four, so that two of them choose.
     """
-    steps = dict(context_len=pick(smoke=3, local=20), windows="end", n_layer=3, batch_size=64)
+    steps = dict(context_len=pick(smoke=3, local=20), windows="end", n_layer=3, batch_size=64,
+                 steps=2500)
     return pick(local=steps, paper={}) | more
 
 
@@ -288,6 +290,8 @@ def learn(spec, label=""):
             text = open(many.beside(folder, "txt"), "a", encoding="utf-8")
             with text, contextlib.redirect_stdout(text), released.quirks(spec.get("quirk")):
                 t = load(cfg.env, cfg.source, cfg.data, chosen.model.goal != "none", cfg.transitions)
+                if spec.get("quirk") == "shuffled rewards":
+                    t = unseen.shuffled(t, cfg.seed)
                 try:
                     given = many.how(bare(spec), folder)
                     if spec.get("online"):
@@ -367,8 +371,8 @@ def sweep(id, variants, names, trained=False, seeds=None, fresh=False, **common)
 
 
 def hours_of(env, given):
-    cfg = settings.resolve(bare(given) | dict(env=env, size="paper")).train
-    return cfg.steps * MS[cfg.model][envs.ENVS[env].stack > 0] / 3.6e6
+    cfg = resolved(given | dict(env=env, size="paper")).train
+    return cfg.steps * MS[settings.parts_of(cfg.model)[1]][envs.ENVS[env].stack > 0] / 3.6e6
 
 
 # ------------------------------------------------------------------- results
@@ -428,7 +432,7 @@ def stamp(runs):
         worth = "**mechanism only**: untrained, the switch works and the numbers mean nothing"
     sets = ", ".join(dict.fromkeys(f"{r.dataset} ({r.source})" for r in runs))
     minutes = sum(r.seconds for r in runs) / 60
-    files = [(f"models/{r.cfg.model}.py", r) for r in runs]
+    files = [(f"models/{settings.parts_of(r.cfg.model)[1]}.py", r) for r in runs]
     code = ", ".join(sorted({f"{file} {r.code.get(file)}" for file, r in files}))
     when, where = (", ".join(sorted({vars(r)[key] for r in runs})) for key in ("date", "machine"))
     stale = " (not today's)" * any(r.differs for r in runs)
@@ -445,6 +449,8 @@ def printed(paper, env, label):
 
 def table(runs, paper=None, each_target=False):
     """A row for each environment and variant (and target), the paper's figures beside ours."""
+    if not runs:
+        return
     names = dict(return_mean="return", score="score", success="success %",
                  abs_error="mean abs. error of the target")
     groups = {}
@@ -478,6 +484,8 @@ def alignment(runs, paper=None, played=None):
     Rank correlation (see records.drawn); mean |target - achieved|, also as a share of the targets' span.
     played: in place of the runs' own rows, one list for each.
     """
+    if not runs:
+        return
     groups, rows = {}, []
     for r, last in zip(runs, played or [r.last_start() for r in runs], strict=True):
         span = np.ptp([row["target"] for row in last])

@@ -125,6 +125,7 @@ QUIRKS = {      # name: (class or module, what of it is replaced, by what)
     "clamped cosine": [(train, "learning_rate", clamped)],
     "last step": [(dt.Model, "loss", loss_of_last)],
     "last return": [(dt.Model, "loss", loss_of_last_return), (dt.Model, "act", act_on_last_return)],
+    "shuffled rewards": [],     # lab.learn() gives each episode another one's: the control of DM-T4
     "label leak": [(starformer.Model, "previous", leaky_previous)],
 }
 
