@@ -85,10 +85,16 @@ RANGES = {
 }
 
 
+# of all models: one that is not told its task must see rewards, and those of more than a few steps
+PRESETS = {"small-tasks": dict(
+    context_len=20, batch_size=64, steps=5000, condition="reward", reward_scale=2.0)}
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides a run; it never changes."""
-    TRAIN, PRESETS = TrainConfig, {}    # online.py has more settings, and {model: presets} after the model's
+    # presets for each model, after its own; online.py has others, and more settings
+    TRAIN, PRESETS = TrainConfig, dict.fromkeys(MODELS, PRESETS)
     train: TrainConfig
     model: object       # the model's Config
     origin: dict            # {field: where its value comes from}

@@ -104,9 +104,9 @@ SETS = [
     Set("cheetah-run", 5_000, [galloper], version=3),
     *(Set(name, 5_000, [wanderer], version=2)
       for name in ("ball-in-cup-catch", "finger-spin", "reacher-easy", "walker-walk")),
-    # about 20 episodes for each training task, 10 for those of metaworld-ml45
-    Set("cheetah-vel", 140_000, [tasks.pacer]),
-    Set("ant-dir", 180_000, [tasks.runner]),
+    # about 40 episodes for each training task, 20 for those of metaworld-ml10, 10 for metaworld-ml45
+    Set("cheetah-vel", 280_000, [tasks.pacer], version=2),
+    Set("ant-dir", 360_000, [tasks.runner], version=2),
     Set("metaworld-ml10", 100_000, [tasks.sawyer]),
     Set("metaworld-ml45", 225_000, [tasks.sawyer]),
 ]

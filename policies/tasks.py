@@ -115,48 +115,52 @@ for _id, _entry, _steps in [("CheetahVel-v0", "cheetah_vel", 200), ("AntDir-v0",
 
 # ----- players, as in players.py
 
-PERIOD = 10     # steps
+PERIOD, AFRESH = 10, 100     # steps
 
 
 
 def errors(rng, low, high):
     """How far one episode's aim is from its task's, step by step, without end.
 
-    It begins anywhere between low and high. Every PERIOD steps the player corrects a share of it, which is
-    drawn for the episode: how good its player is. One time in ten it is thrown anywhere again. In between it
-    stays, so that the past actions do not tell where it will go next, and a model must read rewards.
+    Every AFRESH steps it begins anywhere between low and high. Every PERIOD steps the player corrects a share
+    of it, which is drawn for the episode: how good its player is. In between it stays, so that past actions
+    do not tell where it goes next, and a model must read rewards. It is never below 0, so that a reward tells
+    which way to go.
     """
-    share, error = rng.uniform(0, 1), rng.uniform(low, high)
+    share = rng.uniform(0.5, 1)
     while True:
-        for _ in range(PERIOD):
-            yield error
-        error = rng.uniform(low, high) if rng.random() < 0.1 else error * (1 - share)
+        error = rng.uniform(low, high)
+        for _ in range(AFRESH // PERIOD):
+            for _ in range(PERIOD):
+                yield error
+            error *= 1 - share
 
 
 # Speed (m/s) of halfcheetah's level 5 whose actions are multiplied by STRENGTH: means of 180 steps.
+TOP = 3.3       # m/s, with which an episode begins
 STRENGTH, SPEED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (0.0, 0.39, 1.1, 1.84, 2.65, 3.65)
 
 
 def pacer(env, first, rng):
-    """The cheetah at about the speed of its task: a stored actor, as weak as it takes."""
+    """The cheetah at about the speed of its task or faster: a stored actor, as weak as it takes."""
     run = actor(env, first, rng, "halfcheetah", [5], spread=0)
     goal = SPEEDS[env.get_wrapper_attr("task")]
-    error = errors(rng, -goal, 3.3 - goal)
+    error = errors(rng, TOP - goal, TOP - goal)
 
     def act(observation):
         strength = np.interp(goal + next(error), SPEED, STRENGTH)
-        return np.clip(strength * run(observation) + 0.03 * rng.standard_normal(6), -1, 1)
+        return np.clip(strength * run(observation) + 0.01 * rng.standard_normal(6), -1, 1)
     return act
 
 
 def runner(env, first, rng):
-    """The ant in about the direction of its task."""
+    """The ant in the direction of its task or to the left of it."""
     run = actor(env, first, rng, "ant", [3], spread=0)
-    goal, error = ANGLES[env.get_wrapper_attr("task")], errors(rng, -math.pi, math.pi)
+    goal, error = ANGLES[env.get_wrapper_attr("task")], errors(rng, 0, math.pi)
 
     def act(observation):
         action = run(seen_from_heading(observation, goal + next(error)))
-        return np.clip(action + 0.03 * rng.standard_normal(8), -1, 1)
+        return np.clip(action + 0.01 * rng.standard_normal(8), -1, 1)
     return act
 
 
