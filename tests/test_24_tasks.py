@@ -170,9 +170,9 @@ def test_the_better_a_task_is_done_the_larger_the_return():
     """Returns of the speeds fall with the distance from the speed asked for; the ant goes where it should."""
     speed, course = stored("cheetah-vel"), stored("ant-dir")
     goal = np.array([tasks.SPEEDS[tasks.task_of(SEEN["cheetah-vel"], x)] for x in speed[1]])
-    miss = abs(np.array([e.observations[50:, 8].mean() for e in speed[0]]) - goal)
+    miss = [abs(e.observations[1:, 8] - x).mean() for e, x in zip(speed[0], goal, strict=True)]
     returns = np.array([e.rewards.sum() for e in speed[0]])
-    assert np.corrcoef(returns, miss)[0, 1] < -0.4 and returns.std() > 20
+    assert np.corrcoef(returns, miss)[0, 1] < -0.9 and returns.std() > 5
     angle = np.array([tasks.ANGLES[tasks.task_of(SEEN["ant-dir"], x)] for x in course[1]])
     moved = np.array([e.observations[20:, 13:15].mean(0) for e in course[0]])
     along = (moved * np.stack([np.cos(angle), np.sin(angle)], 1)).sum(1)
@@ -240,7 +240,7 @@ def test_evaluation_pays_for_the_task_that_it_says(name, runs):
         task = UNSEEN[name][13 * j % 5]
         actions = -1 + (torch.tensor(np.array([step[2] for step in steps])) + 1) * 0.5 * 2      # as rounded
         velocity, rest, _ = replayed(name, j, actions.numpy())
-        assert result["return"][j] == pytest.approx(pay(name, task, velocity, rest).sum(), abs=1e-6)
+        assert result["return"][j] == pytest.approx(pay(name, task, velocity, rest).sum(), abs=1e-4)
 
 
 def test_the_best_checkpoint_is_chosen_by_training_tasks(runs):
