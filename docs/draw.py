@@ -423,8 +423,8 @@ def dm_lesson():
         d.token(x, 364, names[i], pale=not kept)
         d.token(x, 504, names[i])
     d.node(places[7], 206)
-    d.line(26, base - threshold, 464, base - threshold, LINE, 1.2, "2 3")
-    d.text(28, base - threshold - 5, "k", 11, anchor="start")
+    d.line(26, base - threshold, 464, base - threshold, LINE, 1)
+    d.text(28, base - threshold - 5, "k = 4 largest", 10.5, anchor="start")
     for i in (1, 4, 7):
         d.prediction(places[i], out, f"a{'₁₂₃'[i // 3]}", 78)
     d.level(78, *OUTPUTS)

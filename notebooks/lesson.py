@@ -27,6 +27,8 @@ except ModuleNotFoundError as error:
     raise Short(f"{error.name} is missing: in the repository's folder, run pip install -r requirements.txt, "
                 "and restart the kernel") from None
 import camera
+from maps import watched
+from pictures import LOOKS  # noqa: F401 (for notebooks)
 
 import data
 
@@ -167,6 +169,24 @@ def matrices(panels, rows=None, columns=None, digits=2, xlabel="", ylabel="", si
                 tick.set_color(KINDS.get(name[0], "0") if len(name) < 4 else "0")
         ax.tick_params(length=0, labelsize=9)
     lab.picture(fig)
+
+
+def chosen(label, agent, wish, at=None):
+    """DM's weights and kept tokens in one window of an episode, by default that with the fewest.
+
+    Returns those kept in all windows: (mixer layers, windows, 3K).
+    """
+    model, _ = pair(agent)
+    batch = windows(agent, wish)
+    weights = watched(model, batch, lab.dm.MixerLayer, lambda layer, x: layer.router(x)[..., 0].sigmoid())
+    kept = model.selected(batch)
+    at = kept.sum((0, 2)).argmin() if at is None else at
+    fig, panes = lab.axes(1, len(weights), width=11 if kept.shape[2] > 12 else 5.6, height=1.9)
+    for ax, (title, w), row in zip(panes, weights.items(), kept[:, at], strict=True):
+        lab.pictures.bars(ax, w[at].tolist(), row, tokens(kept.shape[2] // 3), KINDS, f"{label}, {title}")
+        ax.set_ylim(0, 1)
+    lab.picture(fig)
+    return kept
 
 
 # ------------------------------------------------------------------- links

@@ -73,14 +73,19 @@ def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that look
     picture(fig, save)
 
 
-def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=False):
-    """{label: (x, y)} or {label: (x, y, spread)}; a spread is a band around its line."""
+def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=False, marks=None):
+    """{label: (x, y)} or {label: (x, y, spread)}; a spread is a band around its line.
+
+    marks: {label: [x, ...]}, upright dotted lines in the line's colour; the lines are then without markers.
+    """
     fig, (ax,) = axes(1, width=5.6, height=3.4)
     look = looks(curves)
     for label, curve in curves.items():
         x, y, *spread = map(plain, curve)
         color, marker, line = look[label]
-        ax.plot(x, y, linestyle=line, marker=marker, color=color, markersize=4, label=label)
+        ax.plot(x, y, linestyle=line, marker="" if marks else marker, color=color, markersize=4, label=label)
+        for at in (marks or {}).get(label, []):
+            ax.axvline(at, color=color, linestyle=":")
         if spread:
             ax.fill_between(x, y - spread[0], y + spread[0], alpha=0.15, color=color)
     if diagonal:
@@ -93,3 +98,51 @@ def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=Fals
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
     picture(fig, save)
+
+
+def taps(panels, kinds, colors):
+    """What belongs to each tap of DC's filters, {label: {layer: (kinds, W), or (kinds, W, d)}}.
+
+    A row for each label, a column for each kind of token. (kinds, W, d): a dot for each channel, on the
+    gray range of a random start. Below a tap stands the token that it reads, the own one on the right.
+    """
+    shades = ["0.75", "0.45", "0.1"]
+    fig, panes = axes(len(kinds), len(panels), width=3.1, height=2.1)
+    for row, (label, layers) in enumerate(panels.items()):
+        first, *others = panes[row * len(kinds):(row + 1) * len(kinds)]
+        first.set_ylabel(label)
+        for kind, ax in enumerate([first, *others]):
+            if kind:
+                ax.sharey(first)
+            for i, (layer, values) in enumerate(layers.items()):
+                values = plain(values)[kind][::-1]      # in the order of time
+                W, shade = len(values), shades[i % 3]
+                at = np.arange(W) + 0.25 * (i - 1)
+                if values.ndim > 1:
+                    ax.axhspan(-W**-0.5, W**-0.5, color="0.93")
+                    ax.plot(at, values, ".", color=shade, markersize=3)
+                else:
+                    ax.bar(at, values, 0.24, color=shade, label=layer)
+            read = [divmod(kind - back, len(kinds)) for back in range(W)][::-1]
+            ax.set_xticks(range(W), [f"${kinds[k]}_{{t{step or ''}}}$" for step, k in read])
+            for tick, (_, k) in zip(ax.get_xticklabels(), read, strict=True):
+                tick.set_color(colors[kinds[k]])
+            if not row:
+                ax.set_title(f"filter of {kinds[kind]}", fontsize=9)
+    panes[-1].legend(fontsize=7)
+    picture(fig)
+
+
+def bars(ax, weights, kept, names, colors, title):
+    """A bar for each token's weight, and the token below: filled if kept, hollow if it passes by."""
+    many = len(names) > 12
+    for i, name in enumerate(names):
+        color = colors[name[0]]
+        ax.bar(i, weights[i], color=color, alpha=1.0 if kept[i] else 0.3)
+        box = dict(boxstyle="round,pad=0.25", edgecolor=color, linewidth=0.8,
+                   facecolor=color if kept[i] else "white")
+        ax.text(i, -0.12, name[0] if many else name, fontsize=6 if many else 10, ha="center", va="center",
+                color="white" if kept[i] else color, transform=ax.get_xaxis_transform(), bbox=box)
+    ax.axhline(0, color="0.6", linewidth=0.8)
+    ax.set(xticks=[], xlim=(-0.8, len(names) - 0.2), ylabel="weight")
+    ax.set_title(f"{title}: {int(sum(kept))} of {len(names)} tokens kept", fontsize=9)

@@ -29,6 +29,7 @@ sys.path.insert(0, str(FOLDER))
 os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
 import lab  # noqa: E402
 import lesson  # noqa: E402
+import pictures  # noqa: E402
 import progress  # noqa: E402
 
 ORDER = ["quickstart", "data", "dt", "dc", "lsdt", "radt", "starformer", "dm"]
@@ -227,22 +228,22 @@ def smoke(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [name for name in lesson.LOOKS if name != "BC"])
+@pytest.mark.parametrize("name", [name for name in pictures.LOOKS if name != "BC"])
 def test_the_quickstart_runs_with_any_model(smoke, monkeypatch, name):
     """A word is changed, in either cell that has one, and no later cell breaks; all models are on offer."""
-    pictures, texts, names, changed = [], [], {}, 0
-    monkeypatch.setattr(lesson, "display", pictures.append)
-    monkeypatch.setattr(lab, "picture", pictures.append)
+    shown, texts, names, changed = [], [], {}, 0
+    monkeypatch.setattr(lesson, "display", shown.append)
+    monkeypatch.setattr(lab, "picture", shown.append)
     monkeypatch.setattr(lab, "show", texts.append)
     for cell in cells("quickstart", "code"):
         code, n = re.subn(r'^(name|other) = "\w+"', f'\\1 = "{name}"', cell.source, flags=re.M)
         if n:
             offered = re.findall(r'"(\w+)"', cell.source.split("# change this word:")[1].splitlines()[0])
             own = re.search(r'^(?:name|other) = "(\w+)"', cell.source, re.M)[1]
-            assert own not in offered and {*offered, own, "DT"} == lesson.LOOKS.keys() - {"BC"}
+            assert own not in offered and {*offered, own, "DT"} == pictures.LOOKS.keys() - {"BC"}
         exec(code, names)
         changed += n
-    assert changed == 2 and names["agent"].cfg.model == name.lower() and len(pictures) == 3
+    assert changed == 2 and names["agent"].cfg.model == name.lower() and len(shown) == 3
     assert list(names["agents"]) == [name] and f"{name}: mean" in texts[-1]
 
 
@@ -391,9 +392,10 @@ def test_play_shows_means_and_extremes(smoke, monkeypatch):
                                          "| 60.5 | 62 (60 to 64) | 62 (60 to 64) |"]
     assert texts[1] == ["what was asked for", "DT", "DT, K = 1"]
     assert asked == [(1, 2, "far"), (2, 2, "far")]
-    taken = []
-    looks = [lesson.look(label, taken) for label in ("RADT", "RADT, K = 1", "what else")]
-    assert looks == [lesson.LOOKS["RADT"], ("0", "*", "--"), ("0", "*", "--")]
+    looks = pictures.looks(["RADT", "RADT, K = 1", "what else", "DT"])
+    assert looks["RADT"] == pictures.LOOKS["RADT"] and looks["DT"] == pictures.LOOKS["DT"]
+    colors, _, styles = zip(*looks.values(), strict=True)
+    assert len(set(styles)) == len({str(color) for color in colors}) == 4
 
 
 def test_names_and_cells_of_a_matrix(monkeypatch):
