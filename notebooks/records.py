@@ -21,7 +21,7 @@ from scipy.stats import t as student
 import settings
 import sweep
 import train
-from eval import interval
+from eval import alignment, interval
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = (
@@ -182,21 +182,30 @@ def drawn(seeds, n=400):
     return " ({:.2f} to {:.2f})".format(*np.percentile(means, [2.5, 97.5])) if S > 1 and means else ""
 
 
-def expected(folder=RESULTS):
-    """Text: what every (model, set) scored that was trained with default settings, from all results/*.csv."""
+PLAIN = {"model", "env", "seed", "size", "source", "eval_every", "amp"}
+
+
+def expected(results):
+    """Text: what is normal for every set and model, of those committed() results that have preset settings.
+
+    Return, score and success at the headline target; rank correlation and error over all targets from the
+    last start.
+    """
     groups = {}
-    for path in sorted(Path(folder).glob("*.csv")):
-        for row in lines(path.read_text(encoding="utf-8")):
-            if row["trained"] == "True" and row["headline"] == "True" and not row["settings"]:
-                key = row["env"], row["model"], f"{row['dataset']} ({row['source']})"
-                groups.setdefault(key, {})[row["seed"]] = row
+    for result in results.values():
+        if result["kept"]["spec"].keys() <= PLAIN and result["rows"]:
+            groups.setdefault((result["env"], result["model"]), []).append(result)
     rows = []
-    for key, seeds in sorted(groups.items()):
-        figures = [interval([float(row[name]) for row in seeds.values() if row[name]])
-                   for name in ("return_mean", "score", "success", "abs_error")]
-        minutes = np.mean([float(row["seconds"]) for row in seeds.values()]) / 60
-        rows.append([*key, len(seeds), *figures, f"{minutes:.1f}"])
-    head = "set, model, data, seeds, return, score, success %, mean abs. error, minutes a run"
+    for key, runs in sorted(groups.items()):
+        heads = [next(row for row in r["rows"] if row["target"] == r["asked"]) for r in runs]
+        last = [[row for row in r["rows"] if row["start"] == r["rows"][-1]["start"]] for r in runs]
+        follow = list(map(alignment, last))
+        figures = [interval([row[name] for row in heads]) for name in ("return_mean", "score", "success")]
+        rank = interval([np.mean([x["rank_correlation"] for x in follow])], 2)
+        minutes = np.mean([r["seconds"] for r in runs]) / 60
+        rows.append([*key, len(runs), f"{runs[0]['asked']:g}", *figures, rank,
+                     interval([x["abs_error"] for x in follow]), f"{minutes:.1f}"])
+    head = "set, model, seeds, asked for, return, score, success %, rank correlation, error, minutes a run"
     return markdown(head.split(", "), rows)
 
 

@@ -2,13 +2,14 @@
 
     pytest tests/test_15_readme.py
 """
-import csv
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_11_data import write_hdf5
@@ -125,23 +126,25 @@ def test_the_table_of_the_readme_is_one_of_the_results():
     assert [row for row in rows if row not in table_rows(RESULTS)] == []
 
 
-def test_what_is_normal_is_what_the_notebooks_found():
-    """Every (model, set) trained with default settings, from notebooks/results/*.csv, to the last digit."""
-    groups = {}
-    for file in sorted((ROOT / "notebooks" / "results").glob("*.csv")):
-        with open(file, newline="", encoding="utf-8") as f:
-            for row in csv.DictReader(f):
-                if row["trained"] == row["headline"] == "True" and not row["settings"]:
-                    key = row["env"], row["model"], f"{row['dataset']} ({row['source']})"
-                    groups.setdefault(key, {})[row["seed"]] = row
+def test_what_is_normal_is_what_the_runs_found():
+    """Every (set, model) with preset settings, from notebooks/results/runs, to the digit."""
+    plain, groups = set("model env seed size source eval_every amp".split()), {}
+    for file in (ROOT / "notebooks" / "results" / "runs").glob("*.json"):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        if run["rows"] and set(run["kept"]["spec"]) <= plain:
+            groups.setdefault((run["env"], run["model"]), []).append(run)
     expected = []
-    for key, seeds in sorted(groups.items()):
-        numbers = [player.interval([float(row[name]) for row in seeds.values() if row[name]])
-                   for name in ("return_mean", "score", "success", "abs_error")]
-        minutes = sum(float(row["seconds"]) for row in seeds.values()) / len(seeds) / 60
-        expected.append([*key, str(len(seeds)), *numbers, f"{minutes:.1f}"])
-    assert len(expected) >= 11
-    assert [row for row in table_rows(RESULTS) if row[-1] != "minutes a run" and len(row) == 9] == expected
+    for key, runs in sorted(groups.items()):
+        returns = [next(row for row in r["rows"] if row["target"] == r["asked"])["return_mean"] for r in runs]
+        errors = []
+        for r in runs:
+            last = [row for row in r["rows"] if row["start"] == r["rows"][-1]["start"]]
+            count = [row["episodes"] for row in last]
+            errors.append(np.average([row["abs_error"] for row in last], weights=count))
+        expected.append([*key, str(len(runs)), player.interval(returns), player.interval(errors)])
+    assert len(expected) >= 6
+    shown = [row for row in table_rows(RESULTS) if len(row) == 10 and row[-1] != "minutes a run"]
+    assert [[*row[:3], row[4], row[8]] for row in shown] == expected
 
 
 # ------------------------------------------------------------------- links, pictures, size
