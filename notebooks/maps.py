@@ -56,8 +56,10 @@ def attention_maps(model, batch):
 
 def mean_attention(run):
     """{"layer i": (L, L)}: of a lab.Run, the mean over heads and windows of a batch, kept with it."""
-    maps = run.keep("attention", lambda run: {
-        title: m.double().mean((0, 1)).round(decimals=4).tolist() for title, m in attention_maps(run.net, run.batch()).items()})
+    def compute(run):
+        found = attention_maps(run.net, run.batch())
+        return {title: m.double().mean((0, 1)).round(decimals=4).tolist() for title, m in found.items()}
+    maps = run.keep("attention", compute)
     return {title: torch.tensor(m) for title, m in maps.items()}
 
 
