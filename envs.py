@@ -142,8 +142,8 @@ for _name, _A, _repeat in [
                       note="nobody publishes frames of these tasks: collect or record your own")
 
 # Many tasks, some of them unseen in training (DM paper, Appendix D): the numbers of its Table 9, the unseen
-# ones first. Training chooses by the last start, so never by the unseen ones. Return scale: ours, small
-# enough that the reward of a step shows in the return-to-go; Prompt-DT divides by 500, in MetaWorld by 650.
+# ones first. Training chooses by the last start, so never by the unseen ones. Return scale: ours;
+# Prompt-DT divides by 500, in MetaWorld by 650.
 for _name, _id, _S, _A, _len, _scale, _unseen, _seen in [
     ("cheetah-vel", "CheetahVel", 17, 6, 200, 100.0, [2, 7, 15, 23, 26], range(40)),
     ("ant-dir", "AntDir", 27, 8, 200, 100.0, [6, 17, 23, 30, 41], range(50)),

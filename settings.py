@@ -297,10 +297,9 @@ DECIDE = {      # of these files, these parts; of the model's all but its preset
 def code_of(model, env, now=False, also=()):
     """{file, or the environment's name: eight digits} of the code that decides numbers beside the settings.
 
-    also: more files.
-
     They are the same for every version of Python, whatever comments and docstrings say. A process keeps
     those that it saw first, since that is the code that it loaded; now: those of the files as they are.
+    also: more files.
     """
     method, trunk = parts_of(model)
     root, names = Path(__file__).parent, DECIDE | {f"models/{trunk}.py": ""} | dict.fromkeys(also, "")

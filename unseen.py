@@ -4,8 +4,8 @@
     python unseen.py runs/dt-cheetah-vel-s0                         its returns, task by task
     python unseen.py --model dt --env cheetah-vel --source local    the control: rewards of other episodes
 
-The control takes the flags of train.py. It sees the same states and actions, but what its returns say is of
-no use. What a model gains over it, it gains by reading returns: no other input tells the tasks apart.
+The control takes the flags of train.py. It sees the same states and actions, but what its rewards say is of
+no use. What a model gains over it, it gains by reading rewards: no other input tells the tasks apart.
 """
 import errors  # noqa: F401, I001 (first: Ctrl-C is quiet while the libraries load)
 import argparse

@@ -40,7 +40,7 @@ import released  # noqa: E402
 from maps import attention_maps, filters, gates, group_maps, kernel_maps, mean_attention  # noqa: E402, F401
 from pictures import axes, heat_maps, lines, picture, plain  # noqa: E402, F401
 from progress import Progress, resumable  # noqa: E402
-from records import COLUMNS, expected, markdown  # noqa: E402, F401
+from records import COLUMNS, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
 import envs  # noqa: E402
@@ -49,7 +49,6 @@ import online  # noqa: E402
 import settings  # noqa: E402
 import sweep as many  # noqa: E402
 import train  # noqa: E402
-import unseen  # noqa: E402
 from eval import interval  # noqa: E402
 from models import dc, dm, dt, lsdt, radt, starformer  # noqa: E402, F401 (for notebooks)
 
@@ -86,10 +85,9 @@ def pick(smoke=None, local=None, paper=None):
 def long(**more):
     """Settings for questions of range: at scale local windows of 20 steps, longer than the presets' ones.
 
-    Three layers of width 64; DM has four, so that two of them choose.
+    Three layers of width 64, or n_layer=4 for DM, so that two of them choose.
     """
-    steps = dict(context_len=pick(smoke=3, local=20), windows="end", n_layer=3, batch_size=64,
-                 steps=2500)
+    steps = dict(context_len=pick(smoke=3, local=20), windows="end", n_layer=3, batch_size=64, steps=2500)
     return pick(local=steps, paper={}) | more
 
 
@@ -290,8 +288,6 @@ def learn(spec, label=""):
             text = open(many.beside(folder, "txt"), "a", encoding="utf-8")
             with text, contextlib.redirect_stdout(text), released.quirks(spec.get("quirk")):
                 t = load(cfg.env, cfg.source, cfg.data, chosen.model.goal != "none", cfg.transitions)
-                if spec.get("quirk") == "shuffled rewards":
-                    t = unseen.shuffled(t, cfg.seed)
                 try:
                     given = many.how(bare(spec), folder)
                     if spec.get("online"):

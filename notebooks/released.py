@@ -1,4 +1,4 @@
-"""Quirks of the papers' released code that a score could feel (X-3), and two changes of our own (X-4).
+"""Quirks of the papers' released code that a score could feel (X-3), our own changes (X-4), a control.
 
     with quirks("left padding"):        # for one run
         train.train(...)
@@ -15,13 +15,14 @@ import torch.nn.functional as F
 
 import data
 import train
+import unseen
 from models import dc, dt, radt, starformer
 
 # what is replaced, and which steps of RADT's present batch are real
 ours = SimpleNamespace(
     gather=data.Windows.gather, act=dc.Model.act, previous=starformer.Model.previous,
     features=radt.Model.features, attention=radt.QKVAttention.forward, mask=None,
-    loss=dt.Model.loss, act_dt=dt.Model.act)
+    loss=dt.Model.loss, act_dt=dt.Model.act, begin=train.begin)
 
 
 def unclamped(cfg, step):
@@ -117,6 +118,11 @@ def act_on_last_return(model, states, actions, rewards, rtg, timesteps, **kwargs
     return ours.act_dt(model, states, actions, rewards, rtg, timesteps, **kwargs)
 
 
+def begin_shuffled(settings, trajectories, *more):
+    """train.begin() on data in which each episode has another one's rewards: the control of DM-T4."""
+    return ours.begin(settings, unseen.shuffled(trajectories, settings.train.seed), *more)
+
+
 QUIRKS = {      # name: (class or module, what of it is replaced, by what)
     "left padding": [(data.Windows, "gather", left), (dc.Model, "act", act_left)],
     "inverted mask": [(data.Windows, "gather", left), (radt.Model, "features", remember_mask),
@@ -125,7 +131,7 @@ QUIRKS = {      # name: (class or module, what of it is replaced, by what)
     "clamped cosine": [(train, "learning_rate", clamped)],
     "last step": [(dt.Model, "loss", loss_of_last)],
     "last return": [(dt.Model, "loss", loss_of_last_return), (dt.Model, "act", act_on_last_return)],
-    "shuffled rewards": [],     # lab.learn() gives each episode another one's: the control of DM-T4
+    "shuffled rewards": [(train, "begin", begin_shuffled)],
     "label leak": [(starformer.Model, "previous", leaky_previous)],
 }
 

@@ -118,7 +118,6 @@ for _id, _entry, _steps in [("CheetahVel-v0", "cheetah_vel", 200), ("AntDir-v0",
 PERIOD, AFRESH = 10, 100     # steps
 
 
-
 def errors(rng, low, high):
     """How far one episode's aim is from its task's, step by step, without end.
 
@@ -136,8 +135,8 @@ def errors(rng, low, high):
             error *= 1 - share
 
 
-# Speed (m/s) of halfcheetah's level 5 whose actions are multiplied by STRENGTH: means of 180 steps.
 TOP = 3.3       # m/s, with which an episode begins
+# Speed (m/s) of halfcheetah's level 5 whose actions are multiplied by STRENGTH: means of 180 steps.
 STRENGTH, SPEED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (0.0, 0.39, 1.1, 1.84, 2.65, 3.65)
 
 

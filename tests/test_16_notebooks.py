@@ -81,7 +81,7 @@ def test_committed_outputs(name):
     assert counts == list(range(1, len(code) + 1)), "executed from top to bottom"
     pictures = {key for out in outputs if "data" in out for key in out.data if key.startswith("image/")}
     assert pictures <= {"image/png"}
-    assert sum(bool(line.strip()) for cell in code for line in cell.source.splitlines()) <= 320
+    assert sum(bool(line.strip()) for cell in code for line in cell.source.splitlines()) <= 160
     assert not re.search(r"TODO", json.dumps(nb.cells))
 
 
@@ -766,6 +766,17 @@ def test_committed_results_are_taken_first(local, monkeypatch, capsys):
         lab.begin("mine", "local")
         assert lab.run("maze2d-umaze", model="dt", **TINY).code == new.code != first.code
     assert lab.run("maze2d-umaze", model="dt", **TINY).code == first.code
+
+
+def test_fine_tuned_runs_and_the_control_are_found_again(smoke):
+    """Each in a folder of its own; the code of online.py counts; the control says whose rewards it had."""
+    given = dict(env="hopper-medium-replay", model="dt")
+    tuned = lab.run(**given, online=True)
+    assert tuned.offline["episodes"] == 1 and "online.py" in tuned.code and not tuned.differs
+    control = lab.run(**given, quirk="shuffled rewards")
+    assert control.dataset.endswith("rewards shuffled") and "online.py" not in control.code
+    assert len({r.folder for r in (tuned, control, lab.run(**given))}) == 3
+    assert lab.run(**given, online=True).date == tuned.date and lab.found(tuned.spec)
 
 
 def test_changed_presets_are_said(local, monkeypatch, capsys):
