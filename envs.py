@@ -35,7 +35,7 @@ class Env:
     d4rl: str | None = None     # published HDF5 file, below D4RL_URL
     kwargs: dict = field(default_factory=dict)
     d4rl_kwargs: dict = field(default_factory=dict)     # what makes the environment resemble D4RL's
-    d4rl_rtg_scale: float | None = None         # where D4RL's rewards are of another size
+    d4rl_rtg_scale: float | None = None         # for D4RL's data, where it is another
     goal_dim: int = 0
     discrete: bool = False
     stack: int = 0              # frames that make one state; 0: states are vectors
@@ -54,22 +54,24 @@ class Env:
 
 ENVS: dict[str, Env] = {}
 
-# Reference returns: D4RL (Fu et al., 2020), its infos.py. Return scale: the released Decision Transformer.
+# Reference returns: D4RL (Fu et al., 2020), its infos.py. Return scale: 1000, as released, with D4RL's data;
+# with others about the largest return of the local sets, which small models follow better.
 # S of ant: its first 27 numbers, without contact forces, of which D4RL and v5 have unequally many.
-for _name, _S, _A, _ref in [
-    ("Hopper", 11, 3, (-20.272305, 3234.3)),
-    ("HalfCheetah", 17, 6, (-280.178953, 12135.0)),
-    ("Walker2d", 17, 6, (1.629008, 4592.3)),
-    ("Ant", 27, 8, (-325.6, 3879.7)),
+for _name, _S, _A, _scale, _ref in [
+    ("Hopper", 11, 3, 3000.0, (-20.272305, 3234.3)),
+    ("HalfCheetah", 17, 6, 7000.0, (-280.178953, 12135.0)),
+    ("Walker2d", 17, 6, 3000.0, (1.629008, 4592.3)),
+    ("Ant", 27, 8, 1000.0, (-325.6, 3879.7)),
 ]:
     _family = _name.lower()
     for _level in ("medium", "medium-replay", "medium-expert", "expert"):
         ENVS[f"{_family}-{_level}"] = Env(
-            _family, f"{_name}-v5", _S, _A, 1000, 1000.0, _ref,
+            _family, f"{_name}-v5", _S, _A, 1000, _scale, _ref,
             minari=f"mujoco/{_family}/{_level}-v0" if _level in ("medium", "expert") else None,
             d4rl=f"gym_mujoco_v2/{_family}_{_level.replace('-', '_')}-v2.hdf5",
             kwargs={"include_cfrc_ext_in_observation": False} if _family == "ant" else {},
             d4rl_kwargs={"xml_file": "walker2d.xml"} if _family == "walker2d" else {},     # old friction
+            d4rl_rtg_scale=1000.0,
             note="D4RL's data come from older physics than the environment that scores them here")
 
 # Mazes: one goal an episode, which goes on after success: the largest return is the step limit.

@@ -86,7 +86,8 @@ SETS = [
     # and no model can aim at such returns: so half hops well, with more noise or less
     *body("hopper", replay=[0, 1, 4, 5, 6, 7], medium=7, expert=8, version=2,
           more=[partial(actor, body="hopper", levels=[8], spread=(0, 1))]),
-    *body("walker2d", replay=range(7), medium=6, expert=8),
+    *body("walker2d", replay=range(7), medium=6, expert=8, version=2,
+          more=[partial(actor, body="walker2d", levels=[8], spread=(0, 1))]),
     *body("halfcheetah", replay=range(7), medium=6, expert=9),
     Set("ant-medium-replay", 100_000, [ant]),
     maze("umaze", fixed=True),
