@@ -1,11 +1,11 @@
 """Online Decision Transformer (Zheng et al., 2022, arXiv 2202.05607), with any of the six models.
 
-Learn from data, then again and again: play an episode, asking for more than the data hold; keep it, with the
-return that it really had; train on windows of what is kept.
+Learn from data, then again and again: play an episode, asking for more than the data hold; keep it, with its
+own return; train on windows of what is kept.
 
     python online.py --model dc --env hopper-medium --source local      pre-train, then fine-tune
     python online.py --from runs/RUN        start from a model of train.py
-    python online.py --resume runs/RUN      go on with a run that was stopped
+    python online.py --resume runs/RUN      go on with a stopped run
 
 B batch, d width, A action size.
 """
@@ -43,7 +43,7 @@ class OnlineConfig(config.TrainConfig):
     keep_head: bool = False     # with --from: keep the last layer, too
 
 
-# On top of a model's own: the released ODT, also for ODM with DM's trunk; for DC its paper's Tables 8 to 10.
+# On top of a model's own: the released ODT; for DC its paper's Tables 8 to 10.
 ODT = {
     "*": dict(steps=5000, batch_size=256, lr=1e-4, weight_decay=5e-4, betas=(0.9, 0.999), clip=0.25,
               warmup=10_000, schedule="constant", decay="all", eval_episodes=10),
@@ -71,10 +71,8 @@ PRESETS = dict.fromkeys(config.MODELS, ODT) | {
 
 
 class OnlineSettings(config.Settings):
-    TRAIN, PRESETS = OnlineConfig, PRESETS
+    TRAIN, PRESETS, CODE = OnlineConfig, PRESETS, ["online.py"]
 
-
-# ------------------------------------------------------------------- a stochastic policy
 
 def squashed_gaussian(mean, log_std):
     """The distribution of tanh(u) for u from N(mean, exp(log_std)^2), each (..., A); its density is exact."""
@@ -141,24 +139,21 @@ class Stochastic:
         return torch.normal(normal.mean, normal.stddev, generator=generator).tanh()
 
 
-# ------------------------------------------------------------------- a run
-
 FIELDS = ("states", "goals", "actions", "rewards")
 
 
 class OnlineRun(train.Run):
     """A Run that also plays episodes, to learn from them. The learning rate's warm-up counts all updates.
 
-    Its buffer is {place: episode}: kept of the data, in rising order of return, and new, which hide those and
-    take free places, then those of the worst, then of the oldest.
+    Its buffer is {place: episode}: kept of the data, in rising order of return, and new, which take
+    free places, then those of the worst, then of the oldest.
     """
     SETTINGS = OnlineSettings
     SAVED = (*train.Run.SAVED, "offline", "round", "env_steps", "new", "tuner_state")
 
     def __init__(self, settings, t, meta):
         cfg = settings.train
-        super().__init__(settings, t, meta | dict(
-            act_context=cfg.act_context, code=config.code_of(cfg.model, cfg.env, also=["online.py"])))
+        super().__init__(settings, t, meta | dict(act_context=cfg.act_context))
         temperature = self.model.stochastic_log_temperature.requires_grad_()
         graph = self.device.type == "cuda" and cfg.graph
         self.tuner = torch.optim.Adam([temperature], cfg.temperature_lr, capturable=graph)
@@ -215,7 +210,7 @@ class OnlineRun(train.Run):
         episodes = list((self.kept | self.new).values())
         fields = {key: torch.cat([episode[key] for episode in episodes]) for key in episodes[0]}
         lengths = [len(episode["rewards"]) for episode in episodes]
-        meta = self.meta        # returns-to-go are summed anew: those that the episodes really had
+        meta = self.meta        # returns-to-go are summed anew
         t = data.Trajectories(**fields, lengths=lengths, n_actions=meta["n_actions"], action_low=-1.0,
                               action_high=1.0, stack=meta["layout"]["stack"])
         self.windows = self.windows_of(t, normal=(meta["state_mean"], meta["state_std"]))
@@ -264,6 +259,8 @@ def fine_tune(trajectories=None, resume=None, body=None, **given):
     with train.started(trajectories, resume, OnlineRun, **given) as run:
         if not run.envs:
             raise UserError("fine-tuning plays: it needs an environment, and --eval_episodes 1 or more")
+        if run.cfg.schedule == "cosine" and not run.cfg.lr_floor:
+            raise UserError("--schedule cosine ends at a rate of 0: add --lr_floor, to go on learning")
         start = list(run.meta["starts"])[-1]
         run.meta["plan"] = [(start, run.meta["headline"], run.cfg.eval_episodes)]
         if body:

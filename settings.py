@@ -93,8 +93,8 @@ PRESETS = {"small-tasks": dict(
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides a run; it never changes."""
-    # presets for each model, after its own; online.py has others, and more settings
-    TRAIN, PRESETS = TrainConfig, dict.fromkeys(MODELS, PRESETS)
+    # presets for each model, after its own, and more files that decide numbers; online.py has others
+    TRAIN, PRESETS, CODE = TrainConfig, dict.fromkeys(MODELS, PRESETS), []
     train: TrainConfig
     model: object       # the model's Config
     origin: dict            # {field: where its value comes from}

@@ -367,7 +367,7 @@ def acting_facts(settings, t):
         ref=env.ref if env and env.family != "antmaze" else None,
         starts=env.starts if env else {"random": None},
         sample=cfg.sample, seed=cfg.seed, step=0, versions=versions, plan=[], headline=None,
-        code=config.code_of(cfg.model, cfg.env))
+        code=config.code_of(cfg.model, cfg.env, also=settings.CODE))
 
 
 def choose_targets(settings, t, env):

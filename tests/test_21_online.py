@@ -484,8 +484,10 @@ def test_the_command_knows_every_setting_and_refuses_what_cannot_be(tmp_path, ca
                        (["--resume", tmp_path / "no"], "nothing to resume")):
         code, _, err = here(O.main, capsys, *args)
         assert code == 2 and text in err
-    with pytest.raises(O.UserError, match="needs an environment"):
-        O.fine_tune(stub_data(), **SMALL | dict(eval_episodes=0), out=str(tmp_path))
+    for wrong, text in ((dict(eval_episodes=0), "needs an environment"),
+                        (dict(schedule="cosine"), "ends at a rate of 0")):
+        with pytest.raises(O.UserError, match=text):
+            O.fine_tune(stub_data(), **SMALL | wrong, out=str(tmp_path))
 
 
 def test_the_command_fine_tunes_and_train_leaves_its_runs_alone(tmp_path, monkeypatch, capsys):
