@@ -13,7 +13,7 @@ Training chooses with the whole window in view. Acting cannot see the future: th
 
     python dm.py        learns one random batch by heart
 
-B batch, K context steps, L tokens (3K), d width, S state size, A action size.
+B batch, K context steps, L tokens (3K; the paper's S), d width, S state size, A action size.
 """
 
 import math
@@ -45,19 +45,19 @@ class Config:
     selection: Literal["learned", "fixed", "none"] = "learned"  # k by H, or fixed; none: no mixer layers
     fixed_k: float = 0.5       # a fixed k, as a share of the tokens (Table 2)
     strategy: Literal["window", "prefix", "token"] = "window"  # tokens in H's view: Table 6 (3), (2), (1)
-    aux: bool | None = None    # auxiliary predictor (Table 2); none: where strategy is window
+    aux: bool | None = None    # auxiliary predictor (Table 2); None: where strategy is window
     # the released code's
     hyper_input: Literal["pooled", "flattened"] = "pooled"  # flattened: H reads all tokens side by side
     k_gradient: Literal["straight-through", "none"] = "straight-through"  # none: H does not learn
     position: Literal["timestep", "window"] = "timestep"  # window: the place in it, as DT on Atari
     # ours
-    condition: Literal["rtg", "reward", "none"] = "rtg"  # a step's first token; none: no such token
+    condition: Literal["rtg", "reward", "none"] = "rtg"  # a step's first token; none: no token
     use_actions: bool = True   # False: no action tokens
-    goal: Literal["none", "state"] = "state"  # none: hidden from the model
-    timestep_std: float = 1.0  # spread of the timestep table at the start; released: 1
+    goal: Literal["none", "state"] = "state"  # none: the trainer hides it
+    timestep_std: float = 1.0  # spread of the timestep table at the start (released)
     router: Literal["raw", "sigmoid"] = "raw"  # sigmoid: w lies between 0 and 1
-    router_bias: float = 1.0   # w at the start, about
-    residual: bool = False     # True: x + w (Z - x), not w Z, as in Mixture-of-Depths
+    router_bias: float = 1.0   # w at the start, about; before a sigmoid
+    residual: bool = False     # True: x + w (Z - x), as in Mixture-of-Depths; False: w Z
     k_start: float = 0.5       # k at the start, about, as a share of the tokens
     k_cost: float = 0.0        # loss added if all tokens are kept; half of them cost half
 
@@ -86,13 +86,13 @@ class MixerLayer(nn.Module):
             self.aux = nn.Sequential(nn.Linear(d, d // 2), nn.SiLU(), nn.Linear(d // 2, 2))
 
     def forward(self, x, mask, acting, wanted=None):
-        """x (B, L, d), mask (B, L) False where padded -> (x', Choice). wanted: the tokens that predict."""
+        """x (B, L, d), mask (B, L) False where padded -> (x', Choice). wanted: x' for this slice alone."""
         L, d = x.shape[1:]
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would make many weights equal
             w = self.router(x)  # (B, L, 1)
             choice = self.choose(x, w.detach()[..., 0], mask, acting)
         kept, ramp = choice.kept, choice.ramp
-        gate = (kept + (ramp - ramp.detach()))[..., None]  # straight-through: the ramp's gradient
+        gate = (kept + (ramp - ramp.detach()))[..., None]  # value: kept; gradient: the ramp's
 
         # C tokens a row: those kept, in order; then those on the ramp, whose gradient needs Z; then any.
         # Attention is causal, so those kept see each other alone.
@@ -117,16 +117,16 @@ class MixerLayer(nn.Module):
             kept = (self.aux(x).argmax(-1) == 1) & mask
             return Choice(kept, kept.to(w.dtype), None, None)
 
-        # NOTE(paper): without a predictor, acting ranks a token among those up to it
+        # NOTE(paper): without a predictor, acting looks at no later token
         view = "prefix" if acting and cfg.strategy == "window" else cfg.strategy
         n = in_view(mask.long(), view).clamp(min=1)  # real tokens in view, (B, 1) or (B, L)
         share = self.hyper(x * mask[..., None], n, view) if cfg.selection == "learned" else cfg.fixed_k
         k = (share * n).round().clamp(min=0 if view == "token" else 1)
         rank = ranks(w, mask, view)
-        kept = (rank < k) & mask  # NOTE(code): k - 1 tokens, padding among them
+        kept = (rank < k) & mask  # NOTE(code): there k - 1, padding among them
         ramp = kept.to(w.dtype)
         # NOTE(code): k has no gradient there, and H stays as it began. Here a ramp from 1 to 0 over the four
-        # ranks around k tells H what a token more or less is worth: an estimate, since the two not kept stand
+        # ranks around k tells H what a token more or less is worth: an estimate, since those not kept stand
         # last in their row, see later steps and are seen by none.
         if cfg.selection == "learned" and cfg.k_gradient != "none" and not acting:
             margin = share * n - rank - 0.5  # ranks by which a token is kept; negative: it passes by
@@ -169,7 +169,7 @@ class Hypernetwork(nn.Module):
     """H of Section 3.2: k as a share of the real tokens in view.
 
     NOTE(paper): Table 8 has K * d inputs and no sigmoid; released 3K * d (7.9 million parameters at K 20),
-    padding included. Here it reads the mean real token.
+    padding included. Here pooled is the mean real token, and padding is zeros.
     """
 
     def __init__(self, d, length):
@@ -198,7 +198,7 @@ class StandardLayer(nn.Module):
         super().__init__()
         d = cfg.d
         self.ln1 = nn.LayerNorm(d)
-        self.mixer = Attention(d, cfg.n_head, cfg.dropout)  # so named in all models
+        self.mixer = Attention(d, cfg.n_head, cfg.dropout)  # attention, so named in all models
         self.ln2 = nn.LayerNorm(d)
         activation = nn.ReLU() if cfg.activation == "relu" else nn.GELU()
         self.mlp = nn.Sequential(nn.Linear(d, 4 * d), activation, nn.Linear(4 * d, d))
@@ -259,7 +259,7 @@ class DecisionMixer(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        # NOTE(paper): does not say which kind of layer is first; standard, as released
+        # NOTE(paper): does not say which kind is first; standard, as released
         self.mixes = [cfg.selection != "none" and (cfg.layers == "all" or i % 2) for i in range(cfg.n_layer)]
         self.check()
         d = cfg.d
@@ -276,7 +276,7 @@ class DecisionMixer(nn.Module):
         self.embed_timestep = nn.Embedding(cfg.max_ep_len, d)
         if cfg.position == "window":
             self.embed_place = nn.Parameter(torch.zeros(length, d))
-        # for frames, as in DT, a tanh instead
+        # frames: a tanh, as in DT
         self.embed_ln = nn.Identity() if self.frames else nn.LayerNorm(d)
         self.drop = nn.Dropout(cfg.dropout)
 
@@ -286,7 +286,7 @@ class DecisionMixer(nn.Module):
         self.init_weights()
 
     def check(self):
-        """Raises ValueError for sizes that make no model, and for most switches that have no effect."""
+        """Raises ValueError for sizes that make no model, and for most switches without effect."""
         cfg = self.cfg
         sizes = cfg.act_dim, cfg.max_ep_len, cfg.context_len, cfg.n_layer, cfg.n_head, cfg.d
         if min(*sizes, *cfg.state_shape) < 1 or cfg.timestep_std < 0 or cfg.d % cfg.n_head:
@@ -309,7 +309,7 @@ class DecisionMixer(nn.Module):
                 raise ValueError(f"{name}={getattr(cfg, name)} has no effect without {need}")
 
     def init_weights(self):
-        """GPT-2's N(0, 0.02) in the blocks, and for frames in two layers more; else torch's, as released."""
+        """GPT-2's N(0, 0.02) in the blocks, and for frames in two more; else torch's."""
         cfg = self.cfg
         for layer in self.blocks.modules():
             if isinstance(layer, nn.Linear):
@@ -390,7 +390,7 @@ class DecisionMixer(nn.Module):
         return y if self.cfg.discrete else y.tanh()
 
     def forward(self, *inputs, **named):
-        """(B, K, A): each step's predicted action; inputs as in features()."""
+        """(B, K, A): predicted actions; inputs as in features()."""
         return self.predict(self.features(*inputs, **named))
 
     def loss(self, batch):
@@ -447,7 +447,7 @@ FRAMES = dict(  # not in the paper: DT's
     decay="matrices", clip=1.0, schedule="cosine", lr_floor=0.1,
 )
 
-# The paper's settings: "*", then family, then name, then "small".
+# The paper's settings: "*", then family, then name, then "small". Keys that Config lacks: the trainer's.
 PRESETS = {
     "*": dict(  # Table 7, else as released
         n_layer=6, n_head=4, d=256, context_len=20, dropout=0.1, activation="gelu", lr=1e-3, clip=0.25,
@@ -455,7 +455,7 @@ PRESETS = {
         batch_size=512,  # code: 256, with context_len 120
         warmup=250, steps=25_000,  # NOTE(paper): not given; code: 1,000 rounds of 25, 10 to warm up
     ),
-    # as released; MuJoCo: DT's target times 1, 2, 10, 20
+    # as released; MuJoCo: DT's times 1, 2, 10, 20
     "hopper": dict(targets=(3600.0, 7200.0, 36000.0, 72000.0)),
     "halfcheetah": dict(targets=(6000.0, 12000.0, 60000.0, 120000.0)),
     "walker2d": dict(targets=(5000.0, 10000.0, 50000.0, 100000.0)),
@@ -468,7 +468,7 @@ PRESETS = {
     "kitchen": dict(rtg_scale=100.0, targets=(500.0, 250.0)),
     "atari": FRAMES | dict(batch_size=128, lr=6e-4, steps=19_530, warmup=3, rtg_scale=1.0, sample=True),
     "dmc": FRAMES | dict(batch_size=64, steps=15_620, warmup=5),  # as StARformer's paper runs DT
-    "small": dict(  # ours, as those below
+    "small": dict(  # ours
         n_layer=2, n_head=1, d=64, context_len=3, dropout=0.0, timestep_std=0.1, batch_size=106, steps=3700,
         lr=1.5e-3, warmup=100, schedule="cosine", rtg_scale=None,
         # Table 6 (2): acting chooses as training does. With (3), a small DM seldom follows its target
