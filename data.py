@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from envs import CLIP, D4RL_URL, ENVS, HUGE, SIDE, get_env, is_picture, observe, shapes_of
-from errors import Parser, UserError, run_command, short
+from errors import Parser, UserError, explained, run_command
 from replay import load_replay, reading
 
 
@@ -407,7 +407,8 @@ def fetch(what, place, folder):
     Minari's client asks the mirror that HF_ENDPOINT names, or the store of MINARI_REMOTE.
     """
     socket.setdefaulttimeout(20)
-    try:
+    advice = f". You can put it in its place by hand: {place}"
+    with explained(f"{what} is not at hand and could not be downloaded", advice):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as staging:
             new = Path(staging, place.relative_to(folder))
@@ -422,9 +423,6 @@ def fetch(what, place, folder):
                 get_cloud_storage().download_dataset(what, Path(staging))
             place.parent.mkdir(parents=True, exist_ok=True)
             new.rename(place)       # FileNotFoundError where the store has no such set
-    except Exception as error:      # whatever the network and its libraries raise
-        raise UserError(f"{what} is not at hand and could not be downloaded ({short(error)}). You can put it "
-                        f"in its place by hand: {place}") from error
 
 
 def from_minari(name, env, data, transitions):

@@ -1,5 +1,6 @@
 """What every command does with a mistake: one message, exit code 2."""
 import argparse
+import contextlib
 import difflib
 import os
 import re
@@ -14,6 +15,15 @@ class UserError(Exception):
 def short(error):
     """A library's message in one line of at most 300 letters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+@contextlib.contextmanager
+def explained(what, advice="", kinds=Exception):
+    """Whatever libraries raise in here becomes a UserError: what, their words in brackets, advice."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{what} ({short(error)}){advice}") from error
 
 
 def nearest(word, words):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from envs import CLIP, describe, make, observe
-from errors import Parser, UserError, nearest, run_command, short
+from errors import Parser, UserError, explained, nearest, run_command, short
 from settings import check_range, model_module, pick_device
 
 ROWS = 50               # episodes played side by side
@@ -128,10 +128,8 @@ def check_environment(env, meta):
     """Raise UserError where an environment's observations or actions are not those of the data."""
     place = f"{meta['dataset']} does not fit its environment {env.spec and env.spec.id}"
     observation, _ = env.reset(seed=0)
-    try:
+    with explained(f"{place}: the observation has another layout"):
         state, goal = observe(observation, meta["layout"])
-    except Exception as error:      # of numpy, or of envs.observe
-        raise UserError(f"{place}: the observation has another layout ({short(error)})") from error
     goal_dim, space = meta["goal_dim"], env.action_space        # None: hidden from the model
     first, *frame = meta["state_shape"]
     given = f"{space.n} choices" if hasattr(space, "n") else f"{(space.shape or [0])[0]} numbers"
@@ -335,15 +333,14 @@ def load_run(run, which="last", device="cpu"):
     """(model in eval mode, meta) of a run folder, or of a checkpoint in it. Raises UserError without one."""
     run = Path(run)
     file = run if run.suffix == ".pt" else run / f"{which}.pt"
-    try:
+    # torch raises what the damage happens to cause
+    with explained(f"{file} cannot be read as a checkpoint of this project"):
         state = torch.load(file, map_location="cpu", weights_only=True)
         meta = state["meta"]
         module = model_module(meta["model"])
         model = module.Model(module.Config(**state["settings"]["model"]))
         # of online.py's policies, only what the mean action or likeliest choice needs
         model.load_state_dict({key: x for key, x in state["model"].items() if "stochastic" not in key})
-    except Exception as error:      # torch raises what the damage happens to cause
-        raise UserError(f"{file} cannot be read as a checkpoint of this project ({short(error)})") from error
     return model.to(device).eval(), meta
 
 

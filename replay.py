@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from envs import HUGE, SIDE
-from errors import UserError, short
+from errors import UserError, explained, short
 
 CHUNK = 1000    # frames decompressed at once
 ARRAY = re.compile(r"(?:\$store\$_)?(observation|action|reward|terminal)(?:_ckpt)?(?:\.(\d+))?\.gz")
@@ -145,7 +145,8 @@ def write_cache(cache, source, found, transitions):
     print(f"reading {total:,} of the transitions in {len(found)} checkpoints, once: "
           f"{total * SIDE * SIDE / 2**30:.2f} GiB are kept in {cache}", flush=True)
     kept = []
-    try:
+    advice = ". Fewer take less: --transitions N. Beside read-only files use a folder of links to them"
+    with explained(f"the cache of frames could not be written to {cache}", advice, OSError):
         with tempfile.TemporaryDirectory(prefix=".frames-", dir=cache.parent) as staging:
             new = Path(staging, "new")
             new.mkdir()
@@ -168,6 +169,3 @@ def write_cache(cache, source, found, transitions):
             if cache.exists():
                 cache.rename(Path(staging, "old"))
             new.rename(cache)
-    except OSError as error:
-        raise UserError(f"the cache of frames could not be written to {cache} ({error}). Fewer take less: "
-                        "--transitions N. Beside read-only files use a folder of links to them") from error

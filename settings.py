@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import envs
-from errors import Parser, UserError, nearest, short
+from errors import Parser, UserError, explained, nearest
 
 MODELS = sorted(path.stem for path in (Path(__file__).parent / "models").glob("[a-z]*.py"))
 
@@ -175,14 +175,11 @@ def pick_device(name):
     torch.set_float32_matmul_precision("high")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with explained(f"--device {name} cannot be used here", "; use --device auto or cpu"):
         device = torch.device(name)
         torch.ones(1, device=device).item()
         if device.type == "cuda":
             torch.cuda.set_device(device)       # graphs and generators are those of the current one
-    except Exception as error:      # each kind of device has its own
-        text = f"--device {name} cannot be used here ({short(error)}); use --device auto or cpu"
-        raise UserError(text) from error
     return device
 
 

@@ -17,13 +17,11 @@ import csv
 import functools
 import gc
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
-import tarfile
 import tempfile
 import threading
 import time
@@ -39,7 +37,7 @@ import data
 import envs
 import settings as config
 import train
-from errors import Parser, UserError, run_command, short
+from errors import Parser, UserError, explained, run_command, short
 from eval import alignments, evaluate, interval
 from policies import collect
 
@@ -240,32 +238,23 @@ def together(todo, workers, pool, device):
 # ------------------------------------------------------------------- over a Ray cluster
 
 def packed(folder):
-    """The files of a run's folder, as bytes."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for path in folder.glob("[!p]*.*"):     # not part-*
-            content = path.read_bytes()
-            entry = tarfile.TarInfo(path.name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return out.getvalue()
+    """{name: content} of the files of a run's folder."""
+    return {path.name: path.read_bytes() for path in folder.glob("[!p]*.*")}        # not part-*
 
 
-def unpack(content, folder):
+def unpack(files, folder):
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        for entry in tar:
-            text = tar.extractfile(entry).read()
-            train.write_atomically(folder / entry.name, lambda path, text=text: path.write_bytes(text))
+    for name, content in files.items():
+        train.write_atomically(folder / name, lambda path, content=content: path.write_bytes(content))
 
 
-def task(given, name, content, every):
-    """A run on a node. Yields (None, its folder as bytes) with each checkpoint, at last (result, bytes)."""
+def task(given, name, files, every):
+    """A run on a node. Yields (None, its folder's files) with each checkpoint, at last (result, files)."""
     with tempfile.TemporaryDirectory() as out, ThreadPoolExecutor(1) as thread:
         folder, sent = Path(out, name), None
         beside(folder, "").parent.mkdir()
-        if content:
-            unpack(content, folder)
+        if files:
+            unpack(files, folder)
         training = thread.submit(work, given, folder)
         while not training.done():
             wait([training], every)
@@ -288,14 +277,14 @@ def over_ray(todo, address, share, every=60):
         waiting = list(todo)
         while waiting or streams:
             for folder in waiting:
-                content = packed(folder) if (folder / "last.pt").exists() else b""
-                streams[remote.remote(todo[folder], folder.name, content, every)] = folder
+                files = packed(folder) if (folder / "last.pt").exists() else {}
+                streams[remote.remote(todo[folder], folder.name, files, every)] = folder
             waiting = []
             stream = ray.wait(list(streams), num_returns=1)[0][0]
             folder = streams[stream]
             try:
-                result, content = ray.get(next(stream))
-                unpack(content, folder)
+                result, files = ray.get(next(stream))
+                unpack(files, folder)
             except ray.exceptions.RayError as error:        # a node died: on from the last checkpoint sent
                 tries[folder] += 1
                 result = failure(error, todo[folder], folder) if tries[folder] > 5 else None
@@ -453,11 +442,8 @@ def listed(words):
 
 def filed(path):
     """The lines of a CSV file, as dicts."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            lines = [[x.strip() for x in line] for line in csv.reader(file) if any(line)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read ({short(error)})") from error
+    with explained(f"{path} cannot be read"), open(path, newline="", encoding="utf-8-sig") as file:
+        lines = [[x.strip() for x in line] for line in csv.reader(file) if any(line)]
     if any(len(line) != len(lines[0]) for line in lines):
         raise UserError(f"{path}: not every line has as many cells as the first")
     return [{key: x for key, x in zip(lines[0], line, strict=True) if x} for line in lines[1:]]

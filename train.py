@@ -39,7 +39,7 @@ from tqdm import tqdm
 import data
 import envs
 import settings as config
-from errors import Parser, UserError, run_command, short
+from errors import Parser, UserError, explained, run_command, short
 from eval import check_environment, evaluate, load_run, plot_curve, plot_targets, table, title
 
 PACKAGES = "torch numpy gymnasium gymnasium-robotics mujoco ale-py dm-control minari".split()
@@ -180,10 +180,10 @@ def write_atomically(path, write):
     """write(temporary path), then rename, so that a killed process never leaves a part of a file."""
     part = path.with_name("part-" + path.name)
     try:
-        write(part)
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:        # torch.save reports a full disk as RuntimeError
-        raise UserError(f"cannot write {path} ({short(error)}); the last checkpoint is whole") from error
+        # torch.save reports a full disk as RuntimeError
+        with explained(f"cannot write {path}", "; the last checkpoint is whole", (OSError, RuntimeError)):
+            write(part)
+            os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 
@@ -237,7 +237,7 @@ class Run:
         if state["fingerprint"] != self.fingerprint:
             raise UserError(f"{self.folder} began with other data (set, source, transitions, hashes): "
                             f"{state['fingerprint']}, and not {self.fingerprint}")
-        try:
+        with explained(f"{self.folder / 'last.pt'} cannot be resumed"):     # its parts do not fit each other
             for key in self.SAVED:
                 setattr(self, key, state[key])
             self.actor.load_state_dict(state["model"])
@@ -258,8 +258,6 @@ class Run:
                     torch.cuda.set_rng_state(state["cuda_rng"])
             else:       # begun on another kind of device, whose generator cannot be continued on this one
                 self.generator.manual_seed(self.cfg.seed + self.done)
-        except Exception as error:      # parts that do not fit each other
-            raise UserError(f"{self.folder / 'last.pt'} cannot be resumed ({short(error)})") from error
 
     def save(self, which="last"):
         """Write log.csv and last.pt, from which training goes on; or best.pt, to act with."""
@@ -431,12 +429,10 @@ def read_checkpoint(folder, given, kind=config.Settings):
         raise UserError(f"nothing to resume: {file} does not exist")
     if others := given.keys() - MAY_CHANGE:
         raise UserError(f"--resume takes its settings from the run; leave out --{' --'.join(sorted(others))}")
-    try:
+    with explained(f"{file} cannot be read"):       # torch raises what the damage happens to cause
         state = torch.load(file, map_location="cpu", weights_only=True)
         parts, _ = state["settings"], state["optimizer"]
         settings = kind.of(parts["train"] | parts["model"], parts["origin"])
-    except Exception as error:      # torch raises what the damage happens to cause
-        raise UserError(f"{file} cannot be read ({short(error)})") from error
     hints = typing.get_type_hints(config.TrainConfig)
     given = {key: config.typed(key, x, hints[key]) for key, x in given.items()}
     return settings.replace("command line", **given), state

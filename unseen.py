@@ -18,7 +18,7 @@ import numpy as np
 import data
 import settings as config
 from envs import ENVS, get_env
-from errors import Parser, UserError, run_command, short
+from errors import Parser, UserError, explained, run_command
 from policies.tasks import label, task_of
 from train import train
 
@@ -79,10 +79,8 @@ def main():
         parser = Parser(description=__doc__, argument_default=argparse.SUPPRESS)
         result = control(**config.parse(argv, parser)[1])
     else:
-        try:
+        with explained(f"{argv[0]} is no folder of a finished run"):
             result = json.loads((Path(argv[0]) / "result.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{argv[0]} is no folder of a finished run ({short(error)})") from error
     print(report(result))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import envs
-from errors import UserError, nearest
+from errors import UserError, explained, nearest
 from policies import players, screens, tasks
 from policies.players import BreakoutPlayer, Player, actor, ant, galloper, wanderer, waypoints
 
@@ -215,11 +215,9 @@ def collect(name, steps=None, seed=0, progress=True, policy=None):
         print(f"{name}: about {minutes / cores:.1f} minutes on {cores} cores", flush=True)
     root = Path(os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets").expanduser().resolve()
     os.environ["MINARI_DATASETS_PATH"] = str(root)      # minari itself knows no ~
-    try:
+    with explained(f"{name} can't be stored in {root}", "; see MINARI_DATASETS_PATH", OSError):
         root.mkdir(parents=True, exist_ok=True)
         write(root, chosen, parts, record, progress, cores)
-    except OSError as error:
-        raise UserError(f"{name} can't be stored in {root} ({error}); see MINARI_DATASETS_PATH") from error
     return chosen.id
 
 
