@@ -86,8 +86,10 @@ RANGES = {
 
 
 # of all models: one that is not told its task must see rewards, and those of more than a few steps
-PRESETS = {"small-tasks": dict(
-    context_len=20, batch_size=64, steps=5000, condition="reward", reward_scale=2.0)}
+PRESETS = {
+    "small-tasks": dict(context_len=20, batch_size=64, steps=5000, condition="reward", reward_scale=2.0),
+    "small-ant-dir": dict(n_layer=3, d=128),        # 64 do not learn to walk
+}
 
 
 @dataclass(frozen=True)
