@@ -484,7 +484,7 @@ def radt_lesson():
     d.level(340, "norm, again by the return")
     d.level(381, "self-attention: (2K, 2K)", "n_layer blocks like this frame")
     d.level(430, "two rows of tokens", "(B, K, d) and (B, 2K, d)")
-    d.level(475, "a linear layer for each kind,", "and the step's position")
+    d.level(475, "a linear layer for each kind;", "states, actions: plus position")
     d.level(530, *INPUTS)
     d.caption(returns[1], "returns apart")
     d.caption(main[2] + 23, "states and actions")
