@@ -88,7 +88,7 @@ def test_as_committed(name):
     assert not wrong and "Scale `smoke`" not in json.dumps(nb.cells) and "Ready: " in json.dumps(nb.cells)
     lines = [line for cell in code for line in cell.source.splitlines()]
     assert max(map(len, lines)) <= 100
-    assert sum(bool(line.strip()) for line in lines) <= 180
+    assert sum(bool(line.strip()) for line in lines) <= 200
     printed = "".join(out.text for out in outputs(name) if out.output_type == "stream")
     assert max(map(len, printed.splitlines()), default=0) <= 110
     words = prose(name) + printed
