@@ -270,7 +270,7 @@ def plot_targets(rows, path, title=""):
         ax.plot(targets, [r["achieved_mean"] for r in group], "s-", label="achieved, mean")
         ax.plot(targets, targets, "k--", label="target = achieved")
         ax.legend()
-    fig.suptitle(title)
+    fig.suptitle(title, fontsize=9, wrap=True)
     fig.savefig(path, dpi=110)
 
 
