@@ -43,7 +43,7 @@ class OnlineConfig(config.TrainConfig):
     keep_head: bool = False     # with --from: keep the last layer, too
 
 
-# On top of a model's own: the released ODT; for DC its paper's Tables 8 to 10.
+# On top of a model's own: the released ODT, also for ODM; for DC its paper's Tables 8 to 10.
 ODT = {
     "*": dict(steps=5000, batch_size=256, lr=1e-4, weight_decay=5e-4, betas=(0.9, 0.999), clip=0.25,
               warmup=10_000, schedule="constant", decay="all", eval_episodes=10),
@@ -145,8 +145,8 @@ FIELDS = ("states", "goals", "actions", "rewards")
 class OnlineRun(train.Run):
     """A Run that also plays episodes, to learn from them. The learning rate's warm-up counts all updates.
 
-    Its buffer is {place: episode}: kept of the data, in rising order of return, and new, which take
-    free places, then those of the worst, then of the oldest.
+    Its buffer is {place: episode}: kept of the data, in rising order of return, and new, which hide those and
+    take free places, then those of the worst, then of the oldest.
     """
     SETTINGS = OnlineSettings
     SAVED = (*train.Run.SAVED, "offline", "round", "env_steps", "new", "tuner_state")
@@ -210,7 +210,7 @@ class OnlineRun(train.Run):
         episodes = list((self.kept | self.new).values())
         fields = {key: torch.cat([episode[key] for episode in episodes]) for key in episodes[0]}
         lengths = [len(episode["rewards"]) for episode in episodes]
-        meta = self.meta        # returns-to-go are summed anew
+        meta = self.meta        # returns-to-go are summed anew: those that the episodes really had
         t = data.Trajectories(**fields, lengths=lengths, n_actions=meta["n_actions"], action_low=-1.0,
                               action_high=1.0, stack=meta["layout"]["stack"])
         self.windows = self.windows_of(t, normal=(meta["state_mean"], meta["state_std"]))

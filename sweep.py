@@ -442,8 +442,9 @@ def listed(words):
 
 def filed(path):
     """The lines of a CSV file, as dicts."""
-    with explained(f"{path} cannot be read"), open(path, newline="", encoding="utf-8-sig") as file:
-        lines = [[x.strip() for x in line] for line in csv.reader(file) if any(line)]
+    with explained(f"{path} cannot be read", kinds=(OSError, ValueError, csv.Error)):
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = [[x.strip() for x in line] for line in csv.reader(file) if any(line)]
     if any(len(line) != len(lines[0]) for line in lines):
         raise UserError(f"{path}: not every line has as many cells as the first")
     return [{key: x for key, x in zip(lines[0], line, strict=True) if x} for line in lines[1:]]

@@ -79,7 +79,7 @@ def main():
         parser = Parser(description=__doc__, argument_default=argparse.SUPPRESS)
         result = control(**config.parse(argv, parser)[1])
     else:
-        with explained(f"{argv[0]} is no folder of a finished run"):
+        with explained(f"{argv[0]} is no folder of a finished run", kinds=(OSError, ValueError)):
             result = json.loads((Path(argv[0]) / "result.json").read_text(encoding="utf-8"))
     print(report(result))
 

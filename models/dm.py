@@ -54,7 +54,7 @@ class Config:
     condition: Literal["rtg", "reward", "none"] = "rtg"  # a step's first token; none: no token
     use_actions: bool = True   # False: no action tokens
     goal: Literal["none", "state"] = "state"  # none: the trainer hides it
-    timestep_std: float = 1.0  # spread of the timestep table at the start (released)
+    timestep_std: float = 1.0  # spread of the timestep table at the start; released: 1
     router: Literal["raw", "sigmoid"] = "raw"  # sigmoid: w lies between 0 and 1
     router_bias: float = 1.0   # w at the start, about; before a sigmoid
     residual: bool = False     # True: x + w (Z - x), as in Mixture-of-Depths; False: w Z
@@ -198,7 +198,7 @@ class StandardLayer(nn.Module):
         super().__init__()
         d = cfg.d
         self.ln1 = nn.LayerNorm(d)
-        self.mixer = Attention(d, cfg.n_head, cfg.dropout)  # attention, so named in all models
+        self.mixer = Attention(d, cfg.n_head, cfg.dropout)  # so named in all models
         self.ln2 = nn.LayerNorm(d)
         activation = nn.ReLU() if cfg.activation == "relu" else nn.GELU()
         self.mlp = nn.Sequential(nn.Linear(d, 4 * d), activation, nn.Linear(4 * d, d))
@@ -455,7 +455,7 @@ PRESETS = {
         batch_size=512,  # code: 256, with context_len 120
         warmup=250, steps=25_000,  # NOTE(paper): not given; code: 1,000 rounds of 25, 10 to warm up
     ),
-    # as released; MuJoCo: DT's times 1, 2, 10, 20
+    # as released; MuJoCo: DT's target times 1, 2, 10, 20
     "hopper": dict(targets=(3600.0, 7200.0, 36000.0, 72000.0)),
     "halfcheetah": dict(targets=(6000.0, 12000.0, 60000.0, 120000.0)),
     "walker2d": dict(targets=(5000.0, 10000.0, 50000.0, 100000.0)),
