@@ -312,6 +312,7 @@ def film(model, meta, path, start, target, seed=0, sample=False, zero=()):
             return result
     try:
         env = Camera(make(meta["env_spec"], render_mode="rgb_array"))
+        look_from_above(env.unwrapped)
         path.open("ab").close()     # a folder, or a place that may not be written, says so here
         row, = evaluate(model, meta, [(start, target, 1)], seed, [env], sample, zero)
         # every second frame at half size: a tenth of the bytes, and as clear
@@ -325,6 +326,16 @@ def film(model, meta, path, start, target, seed=0, sample=False, zero=()):
         if path.is_file() and not path.stat().st_size:
             path.unlink()
     return row["return_mean"]
+
+
+def look_from_above(env):
+    """Show the whole of a maze. AntMaze's own camera stands behind a wall, and the ant walks out of sight."""
+    if maze := getattr(env, "maze", None):
+        body = env.ant_env if hasattr(env, "ant_env") else env.point_env
+        size = maze.maze_size_scaling * (max(maze.map_length, maze.map_width) - 1)      # metres
+        renderer = body.unwrapped.mujoco_renderer
+        renderer.camera_id = -1     # a free one, which sees 0.83 m at a distance of 1 m
+        renderer.default_cam_config = dict(distance=size / 0.83, elevation=-90, lookat=np.zeros(3))
 
 
 # ------------------------------------------------------------------- run folders and the command line

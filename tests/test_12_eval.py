@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import eval as E
-from envs import CLIP, make, observe
+from envs import CLIP, ENVS, make, observe
 from errors import UserError
 from eval import alignment, check_environment, evaluate, film, interval, normalised, rollout, table
 
@@ -516,6 +516,39 @@ def test_a_film_of_a_gymnasium_environment(tmp_path):
                                  act_dim=2, state_mean=torch.zeros(4), state_std=torch.ones(4))
     model = Recorder(rule=lambda states: torch.zeros(len(states), dtype=torch.int64))
     assert 8 <= film(model, meta, tmp_path / "x.gif", "random", 1.0) == len(model.seen)
+
+
+@pytest.mark.parametrize("name", ["pointmaze-umaze", "pointmaze-medium", "antmaze-umaze"])
+def test_a_film_shows_the_whole_maze_from_above(name):
+    """The pixels that change when the agent is put into another cell lie where the two cells are."""
+    pytest.importorskip("mujoco")
+    env = make({"id": ENVS[name].id}, render_mode="rgb_array")
+    E.look_from_above(env.unwrapped)
+    env.reset(seed=0)
+    try:
+        env.render()
+    except Exception as error:      # as many ways as there are drivers
+        pytest.skip(f"no OpenGL here: {error}")
+    inner, maze = env.unwrapped, env.unwrapped.maze
+    body = getattr(inner, "ant_env", None) or inner.point_env
+    metres = maze.maze_size_scaling * (max(maze.map_length, maze.map_width) - 1)
+
+    def picture(cell):
+        position, velocity = body.unwrapped.data.qpos.copy(), body.unwrapped.data.qvel.copy()
+        position[:2] = cell
+        body.unwrapped.set_state(position, velocity)
+        return env.render().astype(int)
+    cells = [min(maze.unique_reset_locations, key=sum), max(maze.unique_reset_locations, key=sum)]
+    first, second = map(picture, cells)
+    rows, columns = np.nonzero(np.abs(first - second).sum(2) > 60)
+    height, width, _ = first.shape
+    places = np.stack([columns / width - 0.5, 0.5 - rows / height], 1) * metres
+    distance = [np.hypot(*(places - cell).T) for cell in cells]
+    half = maze.maze_size_scaling / 2
+    for d in distance:
+        assert (d < half).sum() > 20, "it is seen in either cell"
+    assert (np.minimum(*distance) < 1.5 * half).mean() > 0.95, "and nowhere else, but for its shadow"
+    env.close()
 
 
 def make_unwritable(tmp_path, how):
