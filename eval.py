@@ -262,12 +262,13 @@ def plot_targets(rows, path, title=""):
     starts = list(dict.fromkeys(r["start"] for r in rows))
     fig = Figure(figsize=(4.5 * len(starts), 4.2), layout="tight")
     for i, start in enumerate(starts):
-        ax = fig.add_subplot(1, len(starts), i + 1, title=f"{start} start", xlabel="target return")
+        ax = fig.add_subplot(
+            1, len(starts), i + 1, title=f"{start} start", xlabel="target return", ylabel="achieved return")
         group = sorted((r for r in rows if r["start"] == start), key=lambda r: r["target"])
         targets = [r["target"] for r in group]
-        for r in group:
-            ax.plot([r["target"]] * r["episodes"], r["achieved"], ".", color="0.6")
-        ax.plot(targets, [r["achieved_mean"] for r in group], "s-", label="achieved, mean")
+        asked = np.repeat(targets, [r["episodes"] for r in group])
+        ax.plot(asked, np.concatenate([r["achieved"] for r in group]), ".", color="0.6", label="an episode")
+        ax.plot(targets, [r["achieved_mean"] for r in group], "s-", label="mean of the episodes")
         ax.plot(targets, targets, "k--", label="target = achieved")
         ax.legend()
     fig.suptitle(title, fontsize=9, wrap=True)

@@ -57,17 +57,21 @@ def plain(x):
     return torch.as_tensor(x).detach().cpu().numpy()
 
 
-def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=4):
-    """Gray pictures of {title: (rows, columns) array}: darker is more."""
+def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=4, scale=None):
+    """Gray pictures of {title: (rows, columns) array}: darker is more.
+
+    scale: what the shades measure; all pictures then have the same ones.
+    """
+    most = max(float(plain(values).max()) for values in maps.values()) if scale else None
     fig, panels = axes(min(columns, len(maps)), -(-len(maps) // columns))
     for ax, (title, values) in zip(panels, maps.items(), strict=False):
         values = plain(values)
         shown = ax.imshow(values, cmap="Greys", aspect="auto", interpolation="nearest",
-                          vmin=min(0, values.min()))
+                          vmin=min(0, values.min()), vmax=most)
         ax.set_title(title, fontsize=9)
         ax.set(xlabel=xlabel, ylabel=ylabel)
         ax.locator_params(integer=True, min_n_ticks=1)
-        fig.colorbar(shown, ax=ax)
+        fig.colorbar(shown, ax=ax, label=scale)
     for ax in panels[len(maps):]:
         ax.set_visible(False)
     picture(fig, save)

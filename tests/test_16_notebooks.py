@@ -51,8 +51,9 @@ IDS = {
 SECTION = re.compile(r"#+ ((?:DC|LSDT|RADT|STAR|DM)-[TFB][0-9]+|DT-[0-9]|X-[0-9])\b")
 
 
-# a word that is records.verdict()'s of a claim: [holds](../records.py "DT-1 a-set: DT > BC in return")
-WORD = re.compile(r'\[([a-z ]+)\]\(\.\./records\.py "(.+?)"\)')
+# a word that is records.verdict()'s of a claim, and the difference:
+# [holds](../records.py "DT-1 a-set: DT > BC in return") (12.3 ± 4.5)
+WORD = re.compile(r'\[([a-z ]+)\]\(\.\./records\.py "(.+?)"\)(?: \((-?[0-9].*?)\))?')
 
 
 def notebook(name):
@@ -858,8 +859,11 @@ def test_words_are_what_committed_results_say(name):
         assert (word, figure) == records.verdict(claim, groups) and "over 0" not in figure, claim
     for cell in cells:
         if cell.cell_type == "markdown":
-            for word, claim in WORD.findall(cell.source):
-                assert word == records.verdict(claim, groups)[0], claim
+            for word, claim, figure in WORD.findall(cell.source):
+                found, difference = records.verdict(claim, groups)
+                assert word == found, claim
+                if figure or name in ALONE:
+                    assert f"a difference of {figure} over" in difference, claim
                 assert f"- {claim}: **{word}**" in shown, claim
                 count += 1
     assert count
