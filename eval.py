@@ -253,6 +253,7 @@ def table(rows, headline=None):
         rank = interval([a["rank_correlation"]], 2)
         lines.append(f"{start} start, all targets: rank correlation {rank}, "
                      f"mean |target - achieved| {a['abs_error']:.1f} over {a['episodes']} episodes")
+    lines += ["* the headline target; ± is the standard deviation over episodes"] * (headline is not None)
     return "\n".join(lines)
 
 
@@ -345,6 +346,8 @@ def load_run(run, which="last", device="cpu"):
     """(model in eval mode, meta) of a run folder, or of a checkpoint in it. Raises UserError without one."""
     run = Path(run)
     file = run if run.suffix == ".pt" else run / f"{which}.pt"
+    if not file.is_file():
+        raise UserError(f"there is no {file}")
     # torch raises what the damage happens to cause
     with explained(f"{file} cannot be read as a checkpoint of this project"):
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -382,6 +385,7 @@ def command_line():
         raise UserError("this run was trained without evaluation: give it targets, --targets R1 R2 ...")
     without = f", without {' and '.join(args.zero)}" * bool(args.zero)
     print(f"{title(meta)}, update {meta['step']:,}, seed {args.seed}{without}")
+    print(f"playing {sum(n for *_, n in plan)} episodes", flush=True)
     if args.video:      # first: what cannot be written says so before minutes of playing
         target = args.targets[0] if args.targets else meta["headline"]
         got = film(model, meta, args.video, starts[-1], target, args.seed, meta["sample"], args.zero)

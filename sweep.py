@@ -379,7 +379,7 @@ def headline(run):
 def summary(results):
     """Text: mean and 95 % interval over seeds, at the headline target; of a single group at every target."""
     groups = groups_of(results)
-    lines = [["set", "runs", "seeds", "start", "target", "return", "score", "success", "|target - achieved|",
+    lines = [["set", "model", "seeds", "start", "target", "return", "score", "success", "|target - achieved|",
               "rank correlation"]]
     for first, runs in groups.items():
         plans = {tuple((row["start"], row["target"]) for row in run["rows"]) for run in runs}
@@ -388,9 +388,9 @@ def summary(results):
         shown = [run["rows"] if len(groups) == len(plans) == 1 else [headline(run)] for run in runs]
         for rows in zip(*shown, strict=True):
             figures = [interval([row[key] for row in rows])
-                       for key in ("target", "return_mean", "score", "success", "abs_error")]
-            start = rows[0]["start"]
-            lines.append([*first, str(len(runs)), start, *figures, ranks.get(start, "-")])
+                       for key in ("return_mean", "score", "success", "abs_error")]
+            start, target = rows[0]["start"], np.mean([row["target"] for row in rows])
+            lines.append([*first, str(len(runs)), start, f"{target:.1f}", *figures, ranks.get(start, "-")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["mean ± 95 % interval over seeds"]
     text += ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -432,6 +432,9 @@ def read_checkpoint(folder, given, kind=config.Settings):
     with explained(f"{file} cannot be read"):       # torch raises what the damage happens to cause
         state = torch.load(file, map_location="cpu", weights_only=True)
         parts, _ = state["settings"], state["optimizer"]
+    if ("env_steps" in parts["train"]) != hasattr(kind.TRAIN, "env_steps"):
+        raise UserError(f"{folder} is a run of the other of train.py and online.py: resume it with that one")
+    with explained(f"{file} cannot be read"):
         settings = kind.of(parts["train"] | parts["model"], parts["origin"])
     hints = typing.get_type_hints(config.TrainConfig)
     given = {key: config.typed(key, x, hints[key]) for key, x in given.items()}
@@ -519,7 +522,8 @@ def advance(run, watch=None):
             bar.set_postfix_str(loss, refresh=False)
             speed = (run.done - first) / (time.perf_counter() - started)        # updates a second
             if quiet and run.done == first + 20:
-                print(f"about {(cfg.steps - run.done) / speed / 60:.1f} minutes to train", flush=True)
+                minutes = (cfg.steps - run.done) / speed / 60
+                print(f"about {minutes:.1f} minutes to train, without evaluation", flush=True)
             if quiet and run.done % (10 * max(1, cfg.steps // 100)) == 0:
                 print(f"update {run.done:6,}  {loss}  {speed:.1f} updates/s", flush=True)
 

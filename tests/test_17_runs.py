@@ -371,7 +371,7 @@ SLIPS = [
     ("train --source dqn", "has no dqn data"), ("train --sticky 0.2", "--sticky is for Atari games"),
     ("train --show --env hopper-medium --act_dim 9", "--act_dim comes from the data, where it is 3"),
     ("eval runs/none", "runs/none"), ("eval empty", "empty"), ("eval file", "file"),
-    ("eval run/x.pt", "run/x.pt cannot be read"), ("eval rum", "rum/last.pt cannot be read"),
+    ("eval run/x.pt", "there is no run/x.pt"), ("eval rum", "there is no rum/last.pt"),
     ("eval run --video out.avi --targets 1", "ends in .gif"),
     ("eval run --video none/x.gif --targets 1", "no film none/x.gif"),
     ("eval run --start nowhere", "--start nowhere: there are: random"),

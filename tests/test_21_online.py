@@ -497,7 +497,7 @@ def test_the_command_fine_tunes_and_train_leaves_its_runs_alone(tmp_path, monkey
     assert code == 0 and "steps online" in out, out + err
     run, = (tmp_path / "runs").iterdir()
     code, _, err = here(T.main, capsys, "--resume", run)
-    assert code == 2 and "cannot be read" in err
+    assert code == 2 and "resume it with that one" in err
     more = "--steps 1 --env_steps 5 --updates 1 --eval_episodes 1".split()
     code, out, err = here(O.main, capsys, "--from", run, "--out", tmp_path / "runs", "--device", "cpu", *more)
     assert code == 0 and " d=8 " in out, out + err
