@@ -46,7 +46,7 @@ IDS = {
         "LSDT-B5 LSDT-T6 LSDT-T7 LSDT-T8 LSDT-T9 LSDT-T15",
     "experiments/radt": "RADT-F2 RADT-F5 RADT-F6 RADT-F7 RADT-F8 RADT-F9 RADT-T1 RADT-T2 RADT-T3 X-1 X-3",
     "experiments/starformer": "STAR-T1 STAR-F9 STAR-F10 STAR-T2 STAR-T3 STAR-F13 X-3",
-    "experiments/dm": "DM-T1 DM-F2 DM-T2 DM-F4 DM-F5 DM-T3 DM-T6 DM-T10 DM-T11 X-2",
+    "experiments/dm": "DM-T1 DM-F2 DM-T2 DM-F4 DM-F5 DM-T3 DM-T4 DM-T5 DM-T6 DM-T10 DM-T11 X-2",
 }
 SECTION = re.compile(r"#+ ((?:DC|LSDT|RADT|STAR|DM)-[TFB][0-9]+|DT-[0-9]|X-[0-9])\b")
 
