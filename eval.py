@@ -330,10 +330,16 @@ def film(model, meta, path, start, target, seed=0, sample=False, zero=()):
     return row["return_mean"]
 
 
+def body_of(env):
+    """The MuJoCo environment that moves in a maze; any other unwrapped environment itself."""
+    return getattr(env, "point_env", None) or getattr(env, "ant_env", env)
+
+
 def look_from_above(env):
     """Show the whole of a maze. AntMaze's own camera stands behind a wall, and the ant walks out of sight."""
-    if maze := getattr(env, "maze", None):
-        body = env.ant_env if hasattr(env, "ant_env") else env.point_env
+    body = body_of(env)
+    if body is not env:
+        maze = env.maze
         size = maze.maze_size_scaling * (max(maze.map_length, maze.map_width) - 1)      # metres
         renderer = body.unwrapped.mujoco_renderer
         renderer.camera_id = -1     # a free one, which sees 0.83 m at a distance of 1 m

@@ -432,10 +432,10 @@ def read_checkpoint(folder, given, kind=config.Settings):
     with explained(f"{file} cannot be read"):       # torch raises what the damage happens to cause
         state = torch.load(file, map_location="cpu", weights_only=True)
         parts, _ = state["settings"], state["optimizer"]
-    if ("env_steps" in parts["train"]) != hasattr(kind.TRAIN, "env_steps"):
+        alien = ("env_steps" in parts["train"]) != hasattr(kind.TRAIN, "env_steps")
+        settings = None if alien else kind.of(parts["train"] | parts["model"], parts["origin"])
+    if alien:
         raise UserError(f"{folder} is a run of the other of train.py and online.py: resume it with that one")
-    with explained(f"{file} cannot be read"):
-        settings = kind.of(parts["train"] | parts["model"], parts["origin"])
     hints = typing.get_type_hints(config.TrainConfig)
     given = {key: config.typed(key, x, hints[key]) for key, x in given.items()}
     return settings.replace("command line", **given), state

@@ -11,7 +11,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 import envs
-from eval import evaluate
+from eval import body_of, evaluate
 
 TIMES = 2               # drawn so many times as large, then shrunk: smooth edges
 PANE, VIEW, HEIGHT, GAP = 240, 208, 312, 10
@@ -41,8 +41,7 @@ class Tape(gymnasium.Wrapper):
         super().__init__(env)
         self.layout, inner = layout, env.unwrapped
         self.maze = getattr(inner, "maze", None)
-        sim = getattr(inner, "point_env", None) or getattr(inner, "ant_env", inner)
-        self.sim = None if layout["stack"] else sim.unwrapped
+        self.sim = None if layout["stack"] else body_of(inner).unwrapped
         self.view = [0, 1] if self.maze else [0, 2]     # from above, or from the side
 
     def bodies(self):

@@ -530,7 +530,7 @@ def test_a_film_shows_the_whole_maze_from_above(name):
     except Exception as error:      # as many ways as there are drivers
         pytest.skip(f"no OpenGL here: {error}")
     inner, maze = env.unwrapped, env.unwrapped.maze
-    body = getattr(inner, "ant_env", None) or inner.point_env
+    body = E.body_of(inner)
     metres = maze.maze_size_scaling * (max(maze.map_length, maze.map_width) - 1)
 
     def picture(cell):

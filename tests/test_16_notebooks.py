@@ -82,7 +82,7 @@ def test_committed_outputs(name):
     assert counts == list(range(1, len(code) + 1)), "executed from top to bottom"
     pictures = {key for out in outputs if "data" in out for key in out.data if key.startswith("image/")}
     assert pictures <= {"image/png"}
-    assert sum(bool(line.strip()) for cell in code for line in cell.source.splitlines()) <= 320
+    assert sum(bool(line.strip()) for cell in code for line in cell.source.splitlines()) <= 250
     assert not re.search(r"TODO", json.dumps(nb.cells))
 
 
