@@ -349,7 +349,8 @@ def parse(argv, parser, train=TrainConfig):
     first.add_argument("--model", default=TrainConfig.model)
     name = first.parse_known_args(argv)[0].model
     own = {action.dest for action in parser._actions}
-    parser.description += "\nIn brackets: values without a preset. train.py --show prints those of a run.\n"
+    note = "\nIn brackets: values without a preset. train.py --show prints those of a run.\n"
+    parser.description = (parser.description or "") + note
     for title, config in (("training", TrainConfig), ("more", train), (name, model_module(name).Config)):
         group = parser.add_argument_group(title)
         source = "".join(inspect.getsource(kind) for kind in config.__mro__[-2::-1])

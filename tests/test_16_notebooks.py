@@ -512,7 +512,7 @@ def test_every_variant_is_a_model(scale, monkeypatch):
 
     def build(env, label, given):
         try:
-            fitted = settings.fitted(settings.resolve(given), envs.ENVS[env])
+            fitted = settings.fitted(lab.resolved(given), envs.ENVS[env])
             if (key := f"{fitted.train.model} {fitted.model}") not in built:
                 built.add(key)
                 with torch.device("meta"):
@@ -529,8 +529,7 @@ def test_every_variant_is_a_model(scale, monkeypatch):
                 runs.append(Untrained(label, env, given))
                 if given.get("quirk", "label leak") not in released.QUIRKS:
                     failed.append((env, label, "no such quirk"))
-                sizes = {key: x for key, x in given.items() if key != "quirk"}
-                build(env, f"{id}: {label}", lab.values_of(env, 0, trained, sizes))
+                build(env, f"{id}: {label}", lab.values_of(env, 0, trained, given))
         return runs
 
     def counters(env, **given):
