@@ -19,11 +19,15 @@ def short(error):
 
 @contextlib.contextmanager
 def explained(what, advice="", kinds=Exception):
-    """Whatever libraries raise in here becomes a UserError: what, their words in brackets, advice."""
+    """Whatever libraries raise in here becomes a UserError: what, their words in brackets, advice.
+
+    A UserError of our own has its advice already, and gets what in front.
+    """
     try:
         yield
     except kinds as error:
-        raise UserError(f"{what} ({short(error)}){advice}") from error
+        ours = isinstance(error, UserError)
+        raise UserError(f"{what}: {error}" if ours else f"{what} ({short(error)}){advice}") from error
 
 
 def nearest(word, words):

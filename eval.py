@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from envs import CLIP, describe, make, observe
-from errors import Parser, UserError, explained, nearest, run_command, short
+from errors import Parser, UserError, explained, nearest, run_command
 from settings import check_range, model_module, pick_device
 
 ROWS = 50               # episodes played side by side
@@ -313,17 +313,15 @@ def film(model, meta, path, start, target, seed=0, sample=False, zero=()):
             frames.append(self.render()[::2, ::2])
             return result
     try:
-        env = Camera(make(meta["env_spec"], render_mode="rgb_array"))
-        look_from_above(env.unwrapped)
-        path.open("ab").close()     # a folder, or a place that may not be written, says so here
-        row, = evaluate(model, meta, [(start, target, 1)], seed, [env], sample, zero)
-        # every second frame at half size: a tenth of the bytes, and as clear
-        imageio.mimsave(path, frames[::2], duration=2000 / env.metadata.get("render_fps", 50), loop=0)
-        env.close()
-    except UserError:
-        raise
-    except Exception as error:      # rendering fails in as many ways as there are drivers
-        raise UserError(f"no film {path}: {short(error)}. Without a display, try MUJOCO_GL=egl") from error
+        # rendering fails in as many ways as there are drivers
+        with explained(f"no film {path}", ". Without a display, try MUJOCO_GL=egl"):
+            env = Camera(make(meta["env_spec"], render_mode="rgb_array"))
+            look_from_above(env.unwrapped)
+            path.open("ab").close()     # a folder, or a place that may not be written, says so here
+            row, = evaluate(model, meta, [(start, target, 1)], seed, [env], sample, zero)
+            # every second frame at half size: a tenth of the bytes, and as clear
+            imageio.mimsave(path, frames[::2], duration=2000 / env.metadata.get("render_fps", 50), loop=0)
+            env.close()
     finally:
         if path.is_file() and not path.stat().st_size:
             path.unlink()

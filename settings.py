@@ -124,10 +124,11 @@ class Settings:
         return self.of(self.values() | new, self.origin | dict.fromkeys(new, source))
 
     def describe(self):
-        """A line for each place that values come from."""
+        """A line for each place that values come from, but for the defaults."""
         groups = {}
         for key, x in self.values().items():
-            groups.setdefault(self.origin[key], []).append(f"{key}={x}")
+            if self.origin[key] != "default":
+                groups.setdefault(self.origin[key], []).append(f"{key}={x}")
         return "\n".join(f"  {source}: {' '.join(items)}" for source, items in groups.items())
 
 

@@ -822,6 +822,7 @@ def test_a_huge_timestep_table_is_not_made_in_silence():
     _, text = T.begin(config.resolve(TINY | dict(env="arrays")), t)
     assert "200,000 rows" in text and "--max_ep_len" in text
     run, text = T.begin(config.resolve(TINY | dict(env="arrays", max_ep_len=500)), t)
+    assert "command line: " in text and "max_ep_len=500" in text and "  default:" not in text
     assert "500" in text and run.settings.model.max_ep_len == 500
 
 
@@ -847,7 +848,8 @@ def test_a_set_and_an_environment_that_do_not_fit_are_refused_before_training_an
     run = T.train(**given | dict(steps=1))["run"]
     for more in ([], ["--video", str(tmp_path / "x.gif")]):
         code, _, err = here(E.command_line, capsys, run, "--targets", 1, *more)
-        assert code == 2 and err == f"error: {e.value}\n"
+        film = f"no film {tmp_path / 'x.gif'}: " * bool(more)
+        assert code == 2 and err == f"error: {film}{e.value}\n"
 
 
 def test_a_run_trained_without_evaluation_asks_for_targets_and_then_plays(tmp_path, monkeypatch, capsys):
