@@ -68,6 +68,7 @@ PRESETS = dict.fromkeys(config.MODELS, ODT) | {
         "halfcheetah-medium-replay": dict(lr=1e-4),
     },
 }
+PRESETS = {name: config.PRESETS | table for name, table in PRESETS.items()}
 
 
 class OnlineSettings(config.Settings):

@@ -215,7 +215,7 @@ def resolve(given, kind=Settings):
     put({key: f.default for key, f in fields.items()}, "default")
     if "env" not in given:
         put({"source": "local"}, "default without --env")
-    tables = module.PRESETS, kind.PRESETS.get(name, {})
+    tables = module.PRESETS, kind.PRESETS.get(parts_of(name)[1], {})
     for group, table in itertools.product((["*", *places], small), tables):
         for preset in group:
             put(table.get(preset, {}), f'preset "{preset}"')

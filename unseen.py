@@ -5,7 +5,8 @@
     python unseen.py --model dt --env cheetah-vel --source local    the control: rewards of other episodes
 
 The control takes the flags of train.py. It sees the same states and actions, but what its rewards say is of
-no use. What a model gains over it, it gains by reading rewards: no other input tells the tasks apart.
+no use. What a model gains over it, it gains by reading rewards: for the cheetah and the ant no other input
+tells the tasks apart.
 """
 import errors  # noqa: F401, I001 (first: Ctrl-C is quiet while the libraries load)
 import argparse
@@ -68,8 +69,8 @@ def report(result):
              f"returns at target {result['asked']:g}"]
     for start, tasks in by_task(result).items():
         means = {task: np.mean(x) for task, x in sorted(tasks.items())}
-        lines += [f"{start:8s}{label(result['env'], task):>12s}{x:9.1f}" for task, x in means.items()]
-        lines.append(f"{start:8s}{'mean':>12s}{np.mean([*means.values()]):9.1f} over {len(means)} tasks")
+        lines += [f"{start:8s}{label(result['env'], task):>24s}{x:9.1f}" for task, x in means.items()]
+        lines.append(f"{start:8s}{'mean':>24s}{np.mean([*means.values()]):9.1f} over {len(means)} tasks")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 An episode has one task, which decides its rewards (in MetaWorld also what stands on the table) and is not in
 the observation. reset(options={"tasks": [...]}) says from which tasks it comes; without, from all.
 """
+import contextlib
 import math
 import warnings
 
@@ -25,7 +26,12 @@ def label(name, task):
     """What a task of the environment of this name is, in words."""
     if name == "cheetah-vel":
         return f"{SPEEDS[task]:.3f} m/s"
-    return f"{math.degrees(ANGLES[task]):.0f} degrees" if name == "ant-dir" else f"task {task}"
+    if name == "ant-dir":
+        return f"{math.degrees(ANGLES[task]):.0f} degrees"
+    with contextlib.suppress(ImportError):
+        from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+        return list(ALL_V3_ENVIRONMENTS)[task].removesuffix("-v3")
+    return f"task {task}"
 
 
 class Tasks(gymnasium.Wrapper):

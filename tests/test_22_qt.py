@@ -9,7 +9,8 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from test_11_data import write_hdf5
+from minari.data_collector import EpisodeBuffer
+from test_11_data import box, store, write_hdf5
 from test_13_train import TINY, here, interrupted, same_end, stop_at, toy
 
 import data
@@ -70,6 +71,21 @@ def test_a_d4rl_file_brings_its_terminals(tmp_path):
     t = data.load_d4rl(tmp_path / "hopper_medium-v2.hdf5")
     batch = qt.Windows(t, 20).gather(torch.tensor([0, 5]))
     assert batch["terminals"].nonzero().tolist() == [[0, 19], [1, 14]]
+
+
+def test_a_minari_set_brings_its_terminals(tmp_path, monkeypatch):
+    """Its second episode ends in a terminal, its first one at a time limit."""
+    buffers = []
+    for i in range(2):
+        flags = {"truncations": np.arange(5) == 4, "terminations": np.zeros(5, bool)}
+        if i == 1:
+            flags = dict(zip(flags, reversed(flags.values()), strict=True))
+        buffers.append(EpisodeBuffer(id=i, observations=np.zeros((6, 3), np.float32) + i,
+                                     actions=np.zeros((5, 2), np.float32), rewards=np.ones(5), **flags))
+    store("my/ends-v0", buffers, tmp_path, monkeypatch, observation_space=box(3),
+          action_space=box(2, dtype=np.float32))
+    batch = qt.Windows(data.load("minari:my/ends-v0"), 5).gather(torch.tensor([0, 5]))
+    assert batch["terminals"].nonzero().tolist() == [[1, 4]]
 
 
 def targets_of(start, K=4, **switches):

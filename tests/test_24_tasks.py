@@ -17,6 +17,7 @@ pytest.importorskip("minari")
 import data  # noqa: E402
 import envs  # noqa: E402
 import eval as player  # noqa: E402
+import online  # noqa: E402
 import settings  # noqa: E402
 import unseen  # noqa: E402
 from errors import UserError  # noqa: E402
@@ -287,6 +288,17 @@ def test_the_sizes_of_table_4_have_names(model):
         assert got.train.lr == settings.resolve(given | {"size": "paper"}).train.lr
     given |= {"d": 24}
     assert settings.resolve(given).model.d == 24
+
+
+@pytest.mark.parametrize("kind, names", [
+    (settings.Settings, ["dt", "dm", "qt-dt", "qt-dm"]), (online.OnlineSettings, ["dt", "dm"])])
+def test_with_critics_or_online_a_model_reads_rewards_too(kind, names):
+    """The small presets of tasks hold for train.py, qt.py and online.py alike."""
+    for name in names:
+        for env, sizes in (("cheetah-vel", (2, 64)), ("ant-dir", (3, 128))):
+            got = settings.resolve(dict(model=name, env=env, size="small"), kind)
+            assert (got.model.context_len, got.model.condition, got.train.reward_scale) == (20, "reward", 2.0)
+            assert (got.model.n_layer, got.model.d) == sizes or name.endswith("dm")
 
 
 # ------------------------------------------------------------------- MetaWorld
