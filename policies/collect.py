@@ -173,7 +173,7 @@ def play_on_cores(cores, chosen, policy, seed, first):
         while True:
             for pipe in pipes:
                 yield pipe.recv()
-    except EOFError as error:
+    except (EOFError, OSError) as error:        # OSError: in the middle of an episode
         raise UserError("a process has ended: its words are above, or memory ran out") from error
     finally:
         for process in processes:

@@ -16,6 +16,7 @@ import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -549,6 +550,17 @@ def test_a_killed_process_ends_a_parallel_collection(killed, folder):
     assert not (folder / "local").exists()
     if killed == "player":
         assert "a process has ended" in rest[-1] and not any(folder.iterdir())
+
+
+def test_a_player_that_dies_while_it_sends_an_episode_is_noticed(monkeypatch):
+    """Half a message ends in OSError and not, as an empty pipe, in EOFError."""
+    def recv():
+        raise OSError("got end of file during message")
+    stand_in = SimpleNamespace(recv=recv, close=list, start=list, terminate=list, join=list)
+    spawn = SimpleNamespace(Pipe=lambda **_: (stand_in, stand_in), Process=lambda **_: stand_in)
+    monkeypatch.setattr(c.multiprocessing, "get_context", lambda kind: spawn)
+    with pytest.raises(UserError, match="a process has ended"):
+        next(c.play_on_cores(2, None, None, 0, 0))
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
