@@ -517,9 +517,9 @@ def load(name, source="auto", data="", goal=True, transitions=500_000):
         choices = [key for key in (*stored(name, data), *sources) if key in ("minari", "d4rl")]
         source = (choices or ["published"])[0]
     if source not in sources:
-        note = env.note[:1].upper() + env.note[1:]
-        way = f"\nThey can be made here: python train.py --env {name} --source local" * ("local" in sources)
-        raise UserError(f"{name} has no {source} data; its sources are {', '.join(sources)}. {note}{way}")
+        note = f". {env.note[:1].upper()}{env.note[1:]}" * bool(env.note)
+        way = f"\nTo make data here: python train.py --env {name} --source local" * ("local" in sources)
+        raise UserError(f"{name} has no {source} data; its sources are {', '.join(sources)}{note}{way}")
     try:
         t = SOURCES[source](name, env, data, transitions)
     except UserError as error:

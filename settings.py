@@ -124,12 +124,13 @@ class Settings:
         return self.of(self.values() | new, self.origin | dict.fromkeys(new, source))
 
     def describe(self):
-        """A line for each place that values come from, but for the defaults."""
+        """Text: a line for each place that values come from, but for the defaults."""
         groups = {}
         for key, x in self.values().items():
             if self.origin[key] != "default":
                 groups.setdefault(self.origin[key], []).append(f"{key}={x}")
-        return "\n".join(f"  {source}: {' '.join(items)}" for source, items in groups.items())
+        lines = [f"  {source}: {' '.join(items)}" for source, items in groups.items()]
+        return "\n".join(["settings that are not at their defaults", *lines])
 
 
 def check_range(key, x):

@@ -602,7 +602,7 @@ def begin(settings, trajectories=None, kind=Run):
     windows = f"{run.cfg.batch_size} windows of {run.settings.model.context_len} steps"
     numbers = sum(p.numel() for p in run.model.parameters())
     notes.append(f"{run.cfg.steps:,} updates of {windows}, {numbers:,} parameters, on {machine(run.device)}\n"
-                 f"settings that are not at their defaults\n{run.settings.describe()}")
+                 f"{run.settings.describe()}")
     return run, "\n".join(filter(None, [title(run.meta), t.summary(), *notes]))
 
 

@@ -193,8 +193,9 @@ class Run:
                             meta["max_ep_len"], meta["goal"])
 
     def batch(self, size=64, seed=0):
-        """A batch of whole windows of that data, in the model contract's keys."""
-        whole = (self.windows.left >= self.windows.K).nonzero()[:, 0]
+        """A batch of whole windows of that data, or of its longest ones, in the model contract's keys."""
+        left = self.windows.left
+        whole = (left >= min(self.windows.K, int(left.max()))).nonzero()[:, 0]
         index = whole[torch.randint(len(whole), (size,), generator=torch.Generator().manual_seed(seed))]
         device = next(self.net.parameters()).device
         return {key: x.to(device) for key, x in self.windows.gather(index).items()}

@@ -4,6 +4,7 @@ A set is episodes of policies of players.py in gymnasium's environments or those
 """
 import contextlib
 import copy
+import itertools
 import json
 import multiprocessing
 import os
@@ -170,11 +171,12 @@ def play_on_cores(cores, chosen, policy, seed, first):
             end.close()     # so that its death is noticed
             pipes.append(pipe)
             processes.append(process)
-        while True:
-            for pipe in pipes:
-                yield pipe.recv()
-    except (EOFError, OSError) as error:        # OSError: in the middle of an episode
-        raise UserError("a process has ended: its words are above, or memory ran out") from error
+        for pipe in itertools.cycle(pipes):
+            try:
+                episode = pipe.recv()
+            except (EOFError, OSError) as error:        # OSError: in the middle of an episode
+                raise UserError("a process has ended: its words are above, or memory ran out") from error
+            yield episode
     finally:
         for process in processes:
             process.terminate()

@@ -182,7 +182,7 @@ def outputs_at_smoke(jobs, timeout, monkeypatch):
         return list(pool.map(execute, jobs))
 
 
-def test_all_run_at_scale_smoke(monkeypatch):
+def test_all_run_at_scale_smoke(alone, monkeypatch):
     """From their folder, and one from the repository's too."""
     names = sorted(EXPERIMENTS, key=lambda name: -len(IDS.get(name, "")))
     jobs = [(notebook(name), (ROOT / "notebooks" / name).parent) for name in names]

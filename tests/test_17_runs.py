@@ -367,6 +367,7 @@ SLIPS = [
     ("train --env minari:foo", "'foo' is not a Minari id"),
     ("train --env hopper-medium-replay --source minari",
      "hopper-medium-replay has no minari data; its sources are d4rl, local"),
+    ("train --env cheetah-vel", "To make data here: python train.py --env cheetah-vel --source local"),
     ("train --data nonexistent", "--data nonexistent: there is no folder"),
     ("train --source dqn", "has no dqn data"), ("train --sticky 0.2", "--sticky is for Atari games"),
     ("train --show --env hopper-medium --act_dim 9", "--act_dim comes from the data, where it is 3"),

@@ -200,7 +200,7 @@ def test_the_drawings_are_what_their_script_draws():
 
 # ------------------------------------------------------------------- executed
 
-def test_all_run_with_their_answers(monkeypatch):
+def test_all_run_with_their_answers(alone, monkeypatch):
     """Each answer runs where it stands. From their folder, and the quickstart from the repository's too."""
     jobs = [("quickstart", ROOT), *((name, FOLDER) for name in NOTEBOOKS)]
     with_answers = []

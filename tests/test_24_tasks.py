@@ -298,7 +298,8 @@ def test_with_critics_or_online_a_model_reads_rewards_too(kind, names):
         for env, sizes in (("cheetah-vel", (2, 64)), ("ant-dir", (3, 128))):
             got = settings.resolve(dict(model=name, env=env, size="small"), kind)
             assert (got.model.context_len, got.model.condition, got.train.reward_scale) == (20, "reward", 2.0)
-            assert (got.model.n_layer, got.model.d) == sizes or name.endswith("dm")
+            assert (got.model.n_layer, got.model.d) == sizes
+            assert vars(got.train).get("act_context", 20) == 20
 
 
 # ------------------------------------------------------------------- MetaWorld
@@ -306,8 +307,15 @@ def test_with_critics_or_online_a_model_reads_rewards_too(kind, names):
 def test_without_metaworld_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "metaworld", None)
     monkeypatch.setitem(sys.modules, "metaworld.env_dict", None)
+    assert tasks.label("metaworld-ml10", 11) == "task 11"
     with pytest.raises(UserError, match="metaworld==3.1.1"):
         envs.make({"id": "MetaWorld-v0"})
+
+
+@metaworld
+def test_a_manipulation_has_its_name():
+    assert [tasks.label("metaworld-ml10", n) for n in UNSEEN["metaworld-ml10"]] == [
+        "dial-turn", "handle-press", "push-wall"]
 
 
 @metaworld
