@@ -516,17 +516,15 @@ def load(name, source="auto", data="", goal=True, transitions=500_000):
     if source == "auto":
         choices = [key for key in (*stored(name, data), *sources) if key in ("minari", "d4rl")]
         source = (choices or ["published"])[0]
-    if source not in sources:
-        note = f". {env.note[:1].upper()}{env.note[1:]}" * bool(env.note)
-        way = f"\nTo make data here: python train.py --env {name} --source local" * ("local" in sources)
-        raise UserError(f"{name} has no {source} data; its sources are {', '.join(sources)}{note}{way}")
     try:
+        if source not in sources:
+            note = f". {env.note[:1].upper()}{env.note[1:]}" * bool(env.note)
+            raise UserError(f"{name} has no {source} data; its sources are {', '.join(sources)}{note}")
         t = SOURCES[source](name, env, data, transitions)
     except UserError as error:
         if source == "local" or not local_id(name):
             raise
-        raise UserError(f"{error}\nWithout a network, train on regenerated data: "
-                        f"python train.py --env {name} --source local") from error
+        raise UserError(f"{error}\nTo make data here: python train.py --env {name} --source local") from error
     if goal and env.goal_dim and t.goals is None:
         raise UserError(f"{t.dataset} holds no goals (infos/goal or desired_goal). Train without: --no-goal")
     facts = ["state_shape", "act_dim", "discrete"] + ["goal_dim"] * (t.goals is not None)

@@ -18,8 +18,8 @@ def short(error):
 
 
 @contextlib.contextmanager
-def explained(what, advice="", kinds=Exception):
-    """Whatever libraries raise in here becomes a UserError: what, their words in brackets, advice.
+def explained(what, advice="", kinds=Exception, fails=""):
+    """Whatever libraries raise in here becomes a UserError: what fails, their words in brackets, advice.
 
     A UserError of our own has its advice already, and gets what in front.
     """
@@ -27,7 +27,7 @@ def explained(what, advice="", kinds=Exception):
         yield
     except kinds as error:
         ours = isinstance(error, UserError)
-        raise UserError(f"{what}: {error}" if ours else f"{what} ({short(error)}){advice}") from error
+        raise UserError(f"{what}: {error}" if ours else f"{what}{fails} ({short(error)}){advice}") from error
 
 
 def nearest(word, words):

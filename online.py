@@ -68,9 +68,8 @@ PRESETS = dict.fromkeys(config.MODELS, ODT) | {
         "halfcheetah-medium-replay": dict(lr=1e-4),
     },
 }
-PRESETS = {     # of unseen tasks, which are read from all rewards in sight
-    name: config.PRESETS | table | {"small-tasks": config.PRESETS["small-tasks"] | dict(act_context=20)}
-    for name, table in PRESETS.items()}
+# unseen tasks are read from all rewards in sight
+PRESETS = {name: table | {"small-tasks": dict(act_context=20)} for name, table in PRESETS.items()}
 
 
 class OnlineSettings(config.Settings):

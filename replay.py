@@ -2,7 +2,6 @@
 
 Frames are stored once, a byte a pixel (500,000 transitions: 3.3 GiB). Windows stacks them while sampling.
 """
-import contextlib
 import gzip
 import math
 import os
@@ -14,24 +13,18 @@ import numpy as np
 from tqdm import tqdm
 
 from envs import HUGE, SIDE
-from errors import UserError, explained, short
+from errors import UserError, explained
 
 CHUNK = 1000    # frames decompressed at once
 ARRAY = re.compile(r"(?:\$store\$_)?(observation|action|reward|terminal)(?:_ckpt)?(?:\.(\d+))?\.gz")
 
 
-@contextlib.contextmanager
 def reading(what):
     """Whatever a library raises while it reads a file or folder, as a UserError that names it."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from error
-    except Exception as error:
-        raise UserError(
-            f"{what} cannot be read ({short(error)}).\nIf it is in use, close the other program, or set "
-            "HDF5_USE_FILE_LOCKING=FALSE on a disk without locks. Move it elsewhere if it is damaged, and "
-            "fetch or make it again") from error
+    advice = (
+        ".\nIf it is in use, close the other program, or set HDF5_USE_FILE_LOCKING=FALSE on a disk without "
+        "locks. Move it elsewhere if it is damaged, and fetch or make it again")
+    return explained(what, advice, fails=" cannot be read")
 
 
 def load_replay(folder, game, transitions):

@@ -85,7 +85,8 @@ RANGES = {
 }
 
 
-# of all models: one that is not told its task must see rewards, and those of more than a few steps
+# of all models, with critics and online too: one that is not told its task must see rewards, and those of
+# more than a few steps
 PRESETS = {
     "small-tasks": dict(context_len=20, batch_size=64, steps=5000, condition="reward", reward_scale=2.0),
     "small-ant-dir": dict(n_layer=3, d=128),        # 64 do not learn to walk
@@ -95,8 +96,8 @@ PRESETS = {
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides a run; it never changes."""
-    # presets for each model, after its own, and more files that decide numbers; online.py has others
-    TRAIN, PRESETS, CODE = TrainConfig, dict.fromkeys(MODELS, PRESETS), []
+    # more presets for each model, and more files that decide numbers: online.py has some
+    TRAIN, PRESETS, CODE = TrainConfig, {}, []
     train: TrainConfig
     model: object       # the model's Config
     origin: dict            # {field: where its value comes from}
@@ -190,7 +191,7 @@ def pick_device(name):
 # ------------------------------------------------------------------- where values come from
 
 def resolve(given, kind=Settings):
-    """Settings of a kind from {field: value}, on top of PRESETS. Raises UserError for what is wrong."""
+    """Settings of a kind from {field: value}, on top of presets. Raises UserError for what is wrong."""
     name = given.get("model", TrainConfig.model)
     module = model_module(name)
     fields = {f.name: f for config in (kind.TRAIN, module.Config) for f in dataclasses.fields(config)}
@@ -216,7 +217,7 @@ def resolve(given, kind=Settings):
     put({key: f.default for key, f in fields.items()}, "default")
     if "env" not in given:
         put({"source": "local"}, "default without --env")
-    tables = module.PRESETS, kind.PRESETS.get(parts_of(name)[1], {})
+    tables = module.PRESETS, PRESETS, kind.PRESETS.get(name, {})
     for group, table in itertools.product((["*", *places], small), tables):
         for preset in group:
             put(table.get(preset, {}), f'preset "{preset}"')

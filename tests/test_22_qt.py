@@ -77,11 +77,10 @@ def test_a_minari_set_brings_its_terminals(tmp_path, monkeypatch):
     """Its second episode ends in a terminal, its first one at a time limit."""
     buffers = []
     for i in range(2):
-        flags = {"truncations": np.arange(5) == 4, "terminations": np.zeros(5, bool)}
-        if i == 1:
-            flags = dict(zip(flags, reversed(flags.values()), strict=True))
-        buffers.append(EpisodeBuffer(id=i, observations=np.zeros((6, 3), np.float32) + i,
-                                     actions=np.zeros((5, 2), np.float32), rewards=np.ones(5), **flags))
+        last = np.arange(5) == 4
+        buffers.append(EpisodeBuffer(
+            id=i, observations=np.full((6, 3), i, np.float32), actions=np.zeros((5, 2), np.float32),
+            rewards=np.ones(5), terminations=last & (i == 1), truncations=last & (i == 0)))
     store("my/ends-v0", buffers, tmp_path, monkeypatch, observation_space=box(3),
           action_space=box(2, dtype=np.float32))
     batch = qt.Windows(data.load("minari:my/ends-v0"), 5).gather(torch.tensor([0, 5]))
