@@ -1,6 +1,6 @@
 """Online Decision Transformer (Zheng et al., 2022, arXiv 2202.05607), with any of the six models.
 
-Learn from data, then again and again: play an episode, asking for more than the data hold; keep it, with its
+Learn from data, then round by round: play an episode, asking for more than the data hold; keep it, with its
 own return; train on windows of what is kept.
 
     python online.py --model dc --env hopper-medium --source local      pre-train, then fine-tune
@@ -40,7 +40,7 @@ class OnlineConfig(config.TrainConfig):
     act_context: int = 5        # steps that acting sees, at most context_len
     temperature: float = 0.1    # weight of the entropy, at the start
     temperature_lr: float = 1e-4    # its rate
-    keep_head: bool = False     # with --from: keep the last layer, too
+    keep_head: bool = False     # with --from: the last layer, too
 
 
 # On top of a model's own: the released ODT, also for ODM; for DC its paper's Tables 8 to 10.
@@ -87,7 +87,7 @@ def squashed_gaussian(mean, log_std):
 class Stochastic:
     """Goes before a model's class, to draw actions: numbers as tanh(u), choices by their logits.
 
-    The model's last layer, begun anew, gives the mean of u, and without sample the action, as ever.
+    The model's last layer, begun anew, gives the mean of u, and without sample the action.
     """
 
     def __init__(self, sizes, cfg):
@@ -119,7 +119,7 @@ class Stochastic:
         policy, actions, mask = self.policy(features[0]), batch["actions"], batch["mask"]
         if self.cfg.discrete:
             nll, entropy = -policy.log_prob(actions), policy.entropy()
-        else:       # tanh never is 1; one sample estimates the entropy, as released
+        else:       # tanh never is 1; one sample for the entropy, as released
             nll = -policy.log_prob(actions.clamp(1e-6 - 1, 1 - 1e-6))
             entropy = -policy.log_prob(policy.rsample())
         # NOTE(code): the released mean of the entropy is over padding, too
@@ -127,7 +127,7 @@ class Stochastic:
         temperature = self.stochastic_log_temperature.exp()
         loss = nll - temperature.detach() * entropy + total - log["loss"]
         log |= dict(loss=loss, nll=nll, entropy=entropy, temperature=temperature)
-        # no value, but a gradient: the temperature falls while there is more entropy than asked for
+        # adds a gradient, no value: the temperature falls while entropy is above its target
         teach = temperature * (entropy.detach() - self.target_entropy)
         return loss + teach - teach.detach(), {key: x.detach() for key, x in log.items()}
 
@@ -145,10 +145,10 @@ FIELDS = ("states", "goals", "actions", "rewards")
 
 
 class OnlineRun(train.Run):
-    """A Run that also plays episodes, to learn from them. The learning rate's warm-up counts all updates.
+    """A Run that also plays episodes, to learn from them. The rate's warm-up counts all updates.
 
-    Its buffer is {place: episode}: kept of the data, in rising order of return, and new, which hide those and
-    take free places, then those of the worst, then of the oldest.
+    Its buffer is {place: episode}: kept of the data, in rising order of return, and new, which take free
+    places, then those of the worst, then of the oldest.
     """
     SETTINGS = OnlineSettings
     SAVED = (*train.Run.SAVED, "offline", "round", "env_steps", "new", "tuner_state")
@@ -208,11 +208,11 @@ class OnlineRun(train.Run):
         return result["return"].mean()
 
     def look(self):
-        """Windows of the buffer, normalised as the data, and on CUDA a new graph of an update."""
+        """Windows of the buffer, normalised as the data; on CUDA a new graph."""
         episodes = list((self.kept | self.new).values())
         fields = {key: torch.cat([episode[key] for episode in episodes]) for key in episodes[0]}
         lengths = [len(episode["rewards"]) for episode in episodes]
-        meta = self.meta        # returns-to-go are summed anew: those that the episodes really had
+        meta = self.meta        # returns-to-go are summed anew, from real rewards
         t = data.Trajectories(**fields, lengths=lengths, n_actions=meta["n_actions"], action_low=-1.0,
                               action_high=1.0, stack=meta["layout"]["stack"])
         self.windows = self.windows_of(t, normal=(meta["state_mean"], meta["state_std"]))
@@ -220,7 +220,7 @@ class OnlineRun(train.Run):
 
 
 def go_online(run):
-    """Play and learn, round by round, until all steps are played; False if a signal came before."""
+    """Play and learn until all steps are played; False if a signal came before."""
     cfg, before, began, quiet = run.cfg, run.seconds, time.perf_counter(), not sys.stderr.isatty()
     bar = tqdm(total=cfg.env_steps, initial=run.env_steps, unit="step", disable=quiet, dynamic_ncols=True)
     with bar, train.signals() as asked:
@@ -232,7 +232,7 @@ def go_online(run):
             played = run.explore()
             run.look()
             for _ in range(cfg.updates):
-                if asked:       # the round is not saved, and is done again
+                if asked:       # this round will be done again
                     return False
                 run.update()
             text = f"loss {run.loss:.3f}, played {played:.1f}"
