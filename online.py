@@ -127,7 +127,7 @@ class Stochastic:
         temperature = self.stochastic_log_temperature.exp()
         loss = nll - temperature.detach() * entropy + total - log["loss"]
         log |= dict(loss=loss, nll=nll, entropy=entropy, temperature=temperature)
-        # adds a gradient, no value: the temperature falls while entropy is above its target
+        # a gradient alone: the temperature falls while entropy is above its target
         teach = temperature * (entropy.detach() - self.target_entropy)
         return loss + teach - teach.detach(), {key: x.detach() for key, x in log.items()}
 
