@@ -37,7 +37,15 @@ sys.path.insert(0, str(ROOT))
 import pictures  # noqa: E402 (found once the repository's folder is on the path)
 import records  # noqa: E402
 import released  # noqa: E402
-from maps import attention_maps, filters, gates, group_maps, kernel_maps, mean_attention  # noqa: E402, F401
+from maps import (  # noqa: E402, F401
+    attention_maps,
+    even_shares,
+    filters,
+    gates,
+    group_maps,
+    kernel_maps,
+    mean_attention,
+)
 from pictures import axes, heat_maps, lines, picture, plain  # noqa: E402, F401
 from progress import Progress, resumable  # noqa: E402
 from records import COLUMNS, markdown  # noqa: E402, F401

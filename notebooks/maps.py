@@ -63,6 +63,16 @@ def mean_attention(run):
     return {title: torch.tensor(m) for title, m in maps.items()}
 
 
+def even_shares(weights, most=4.0):
+    """A map (L, L) of weights in units of an even share, so that its first rows don't outshine the others.
+
+    1 is what a token gets if its reader weighs all that it sees alike; larger ones are cut at most.
+    """
+    m = torch.as_tensor(weights).abs()
+    seen = torch.arange(1, len(m) + 1)[:, None]     # how many tokens a row sees
+    return (m / m.sum(1, keepdim=True) * seen).clamp(max=most)
+
+
 def put_back(short, kept):
     """Maps (B, H, C, C) over each row's selected tokens, kept (B, L), in their places: (B, H, L, L)."""
     B, L = kept.shape

@@ -28,7 +28,9 @@ def looks(labels):
         color, marker, line = LOOKS.get(name, (f"C{i % 10}", MARKERS[i % 8], STYLES[i % 8]))
         if n := used.get(name, 0):
             rgb = np.array(matplotlib.colors.to_rgb(color))
-            color, marker, line = tuple(1 - (1 - rgb) * 0.65**n), MARKERS[(i + 3) % 8], STYLES[(i + 3) % 8]
+            color = tuple(1 - (1 - rgb) * 0.65**n)
+            others = [(m, x) for m, x in zip(MARKERS, STYLES, strict=True) if m != marker and x != line]
+            marker, line = others[n % len(others)]
         used[name] = used.get(name, 0) + (name in LOOKS)
         found[label] = color, marker, line
     return found
@@ -47,8 +49,8 @@ def picture(fig, save=None):
 
 
 def axes(columns, rows=1, width=3.4, height=2.9):
-    """(figure, flat list of axes)."""
-    fig = Figure(figsize=(width * columns, height * rows))
+    """(figure, flat list of axes); sizes in inches, so that at most 12.8 are beside each other: a page."""
+    fig = Figure(figsize=(min(width * columns, 12.8), height * rows))
     return fig, list(fig.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -57,7 +59,7 @@ def plain(x):
     return torch.as_tensor(x).detach().cpu().numpy()
 
 
-def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=4, scale=None):
+def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=3, scale=None):
     """Gray pictures of {title: (rows, columns) array}: darker is more.
 
     scale: what the shades measure; all pictures then have the same ones.

@@ -392,6 +392,9 @@ def test_play_shows_means_and_extremes(smoke, monkeypatch):
                                          "| 60.5 | 62 (60 to 64) | 62 (60 to 64) |"]
     assert texts[1] == ["what was asked for", "DT", "DT, K = 1"]
     assert asked == [(1, 2, "far"), (2, 2, "far")]
+    for name in pictures.LOOKS:     # three variants of a model can be told apart without colour
+        _, *others = zip(*pictures.looks([name, f"{name}, K = 1", f"{name}, K = 2"]).values(), strict=True)
+        assert all(len(set(map(str, shapes))) == 3 for shapes in others), name
     looks = pictures.looks(["RADT", "RADT, K = 1", "what else", "DT"])
     assert looks["RADT"] == pictures.LOOKS["RADT"] and looks["DT"] == pictures.LOOKS["DT"]
     colors, _, styles = zip(*looks.values(), strict=True)
