@@ -499,8 +499,8 @@ def starformer_lesson():
     for t in range(3):
         left = 22 + 152 * t
         g, h = left + 60, left + 122
-        d.band(left, 352, 100, 62)
-        places = [left + 14, left + 42, left + 66, left + 86]
+        d.band(left, 352, 104, 62)
+        places = [left + x for x in (12, 36, 56, 69, 82, 95)]
         for x in places:
             d.line(x, 436, x, 406, LINE, 1.2)
         for x in places:        # each token of a group reads each
@@ -515,8 +515,7 @@ def starformer_lesson():
         d.token(places[0], 450, f"a{'₀₁₂'[t]}", 12)
         d.token(places[1], 450, f"R{'₁₂₃'[t]}", 12)
         for x in places[2:]:
-            for y in (442, 458):
-                d.token(x, y, "s", 7.5)
+            d.token(x, 450, "s", 6)
         d.token(h, 450, f"s{'₁₂₃'[t]}")
         for x, name in ((g, "g"), (h, "h")):
             d.line(x, 272, x, 248, LINE, 1.2)

@@ -8,6 +8,7 @@
 An agent is a run of fit(), or (model, meta) of trained(). With SCALE=smoke in the environment, for tests, all
 training is tiny. python notebooks/lesson.py puts right the line numbers in the lessons' links.
 """
+import progress  # noqa: F401, I001 (first: it says which package is missing)
 import functools
 import importlib
 import inspect
@@ -16,17 +17,11 @@ import re
 import sys
 from pathlib import Path
 
-from progress import Short
-
-try:
-    import lab
-    import numpy as np
-    import torch
-    from IPython.display import Image, display
-except ModuleNotFoundError as error:
-    raise Short(f"{error.name} is missing: in the repository's folder, run pip install -r requirements.txt, "
-                "and restart the kernel") from None
 import camera
+import lab
+import numpy as np
+import torch
+from IPython.display import Image, display
 from maps import watched
 from pictures import LOOKS  # noqa: F401 (for notebooks)
 

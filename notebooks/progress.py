@@ -1,5 +1,9 @@
-"""A line that is written over while a run trains, and a short word where a cell is interrupted."""
+"""A line that is written over while a run trains, and a short word where a cell is interrupted.
+
+Imported before anything else, it says in a line which package is not installed.
+"""
 import contextlib
+import importlib.util
 import math
 import time
 
@@ -12,6 +16,12 @@ class Short(Exception):
 
     def _render_traceback_(self):       # IPython asks for it by this name
         return [str(self)]
+
+
+for name in "filelock gymnasium matplotlib minari numpy psutil scipy torch tqdm".split():
+    if importlib.util.find_spec(name) is None:
+        raise Short(f"{name} is missing: in the repository's folder, run pip install -r requirements.txt, "
+                    "and restart the kernel")
 
 
 class Stopped(Short):

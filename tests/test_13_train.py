@@ -385,7 +385,8 @@ def same_end(a, b):
 
 
 @pytest.mark.parametrize("update, more", [
-    (0, {}), (6, {}), (129, {}), (129, dict(ema=0.9)), (6, dict(amp=True))], ids=str)
+    (0, {}), (6, {}), (129, {}), (129, dict(ema=0.9)), (6, dict(amp=True)),
+    (6, dict(windows="end")), (6, dict(windows="cover"))], ids=str)
 def test_a_stopped_and_resumed_run_ends_with_the_very_same_log_and_weights(update, more, tmp_path):
     """250 updates are logged in pairs: stopping between the two must not lose the first one's loss."""
     given = TINY | dict(steps=250, dropout=0.1) | more

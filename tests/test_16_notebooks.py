@@ -677,6 +677,9 @@ def test_a_run_of_other_code_is_said_and_trained_anew_only_on_request(smoke, mon
     monkeypatch.setattr(lab, "show", shown.append)
     lab.table([again])
     assert f"models/dt.py {old.code['models/dt.py']} (not today's)" in shown[0] and old.date in shown[0]
+    both = lab.sweep("S", {"DT": dict(model="dt")}, "maze2d-umaze", seeds=[0, 1])
+    assert [r.label for r in both] == ["DT, older code", "DT"], "never in one row"
+    capsys.readouterr()
     new = lab.run("maze2d-umaze", model="dt", fresh=True)
     assert new.code["models/dt.py"] == "00000000" and not new.differs and not capsys.readouterr().out
     untrained(monkeypatch)
@@ -873,6 +876,19 @@ def test_words_are_what_committed_results_say(name):
                 assert f"- {claim}: **{word}**" in shown, claim
                 count += 1
     assert count
+
+
+def test_words_of_the_page_of_results():
+    """Each verdict of docs/results.md is what the committed rows say."""
+    groups = {}
+    for file in (ROOT / "notebooks" / "results").glob("*.csv"):
+        groups |= records.rows_of(file)
+    text = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    judged = re.findall(r'\[([a-z ]+)\]\(\.\./notebooks/records\.py "(.+?)"\)', text)
+    assert len(judged) >= 8
+    for word, claim in judged:
+        found, figure = records.verdict(claim, groups)
+        assert word == found and "over 0" not in figure, claim
 
 
 def test_rank_correlations_drawn():

@@ -4,6 +4,7 @@
 """
 import ast
 import base64
+import importlib
 import io
 import json
 import os
@@ -153,13 +154,19 @@ def test_its_minutes_are_those_of_the_tables(name):
     assert row[1] == minutes
 
 
+PAPERS = {
+    "dt": "arxiv.org/abs/2106.01345", "dc": "arxiv.org/abs/2310.03022", "radt": "arxiv.org/abs/2402.03923",
+    "lsdt": "github.com/WangJinCheng1998/LONG-SHORT-DECISION-TRANSFORMER",
+    "starformer": "arxiv.org/abs/2110.06206", "dm": "proceedings.mlr.press/v267/zheng25m"}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_of_a_model_lesson(name):
     """Its equations with a table of symbols, drawing, paper, film, and an equality with models/<name>.py."""
     text = prose(name)
     assert text.count("$$") >= 2 and "| symbol | meaning | shape | name in the code |" in text
     assert re.search(r"!\[[^\]]{20,}\]\(\.\./docs/[\w-]+\.svg\)", text), "a drawing with a text in its place"
-    assert re.search(r"arxiv\.org/abs|openreview\.net|proceedings\.", text), "a link to the paper"
+    assert PAPERS[name] in text, "a link to the paper, or else to its authors' code"
     for link in (f"../models/{name}.py", f"experiments/{name}.ipynb"):
         assert f"]({link}" in text, link
     films = [Image.open(io.BytesIO(base64.b64decode(x))) for x in shown(name, "image/png")]
@@ -426,9 +433,12 @@ def test_links_are_put_right():
         lesson.relinked(new.replace("dt.Attention", "dt.Gone"))
 
 
-def test_a_missing_package_is_said_in_a_line(monkeypatch):
-    """As where requirements.txt has not been installed."""
-    monkeypatch.setitem(sys.modules, "lab", None)
-    monkeypatch.delitem(sys.modules, "lesson")
-    with pytest.raises(progress.Short, match="lab is missing: .*pip install -r requirements.txt"):
-        import lesson  # noqa: F401
+@pytest.mark.parametrize("name", ["lab", "lesson"])
+def test_a_missing_package_is_said_in_a_line(name, monkeypatch):
+    """As where requirements.txt has not been installed; for the experiments and for the lessons."""
+    monkeypatch.setitem(sys.modules, "filelock", None)
+    for module in ("progress", "lab", "lesson"):
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(Exception, match="filelock is missing: .*pip install -r requirements.txt") as error:
+        importlib.import_module(name)
+    assert error.value._render_traceback_() == [str(error.value)]
