@@ -198,6 +198,19 @@ def test_links(name):
     assert lesson.relinked(text) == text, "python notebooks/lesson.py puts the line numbers right"
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_links_of_the_experiments(name):
+    """They lead to a file, and in a page to a heading; links inside the notebook are in test_16."""
+    links = [x for x in LINKS.findall(prose(f"experiments/{name}")) if not x.startswith(("http", "#"))]
+    assert f"../{name}.ipynb" in links and f"../../models/{name}.py" in links
+    for link in links:
+        file, _, place = link.partition("#")
+        assert (FOLDER / "experiments" / file).exists(), link
+        if place and file.endswith(".md"):
+            page = without_blocks((FOLDER / "experiments" / file).read_text(encoding="utf-8"))
+            assert place in map(slug, re.findall(r"^#+ (.*)$", page, re.M)), link
+
+
 def test_the_drawings_are_what_their_script_draws():
     sys.path.insert(0, str(ROOT / "docs"))
     import draw
