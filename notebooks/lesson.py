@@ -8,7 +8,7 @@
 An agent is a run of fit(), or (model, meta) of trained(). With SCALE=smoke in the environment, for tests, all
 training is tiny. python notebooks/lesson.py puts right the line numbers in the lessons' links.
 """
-import progress  # noqa: F401, I001 (first: it says which package is missing)
+import lab  # noqa: I001 (first: it says which package is missing, and finds the repository's files)
 import functools
 import importlib
 import inspect
@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 
 import camera
-import lab
 import numpy as np
 import torch
 from IPython.display import Image, display

@@ -34,7 +34,7 @@ import records  # noqa: E402
 import released  # noqa: E402
 
 # those with a table of verdicts, whose sections run alone
-ALONE = ["experiments/dt", "experiments/radt"]
+ALONE = ["experiments/dt", "experiments/radt", "experiments/starformer"]
 EXPERIMENTS = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
 # every table and figure of the five papers that is a section; "X" are our own
 IDS = {
@@ -554,7 +554,8 @@ def test_every_variant_is_a_model(scale, monkeypatch):
             except Exception as error:      # most likely there is no model to show
                 if "has no effect" in str(error):
                     failed.append((name, cell.source, str(error)))
-        assert asked == sections, name
+        shown = {"STAR-F10"} if scale == "local" else set()     # from weights that come with the project
+        assert asked == sections - shown, name
     assert not failed and len(built) > 50
 
 
