@@ -4,8 +4,8 @@ Learn from data, then round by round: play an episode, asking for more than the 
 own return; train on windows of what is kept.
 
     python online.py --model dc --env hopper-medium --source local      pre-train, then fine-tune
-    python online.py --from runs/RUN        start from a model of train.py
-    python online.py --resume runs/RUN      go on with a stopped run
+    python online.py --from runs/RUN    start from a model of train.py
+    python online.py --resume runs/RUN  go on with a stopped run
 
 B batch, d width, A action size.
 """
@@ -40,7 +40,7 @@ class OnlineConfig(config.TrainConfig):
     act_context: int = 5        # steps that acting sees, at most context_len
     temperature: float = 0.1    # weight of the entropy, at the start
     temperature_lr: float = 1e-4    # its rate
-    keep_head: bool = False     # with --from: the last layer, too
+    keep_head: bool = False     # with --from: keep the last layer
 
 
 # On top of a model's own: the released ODT, also for ODM; for DC its paper's Tables 8 to 10.
@@ -145,7 +145,7 @@ FIELDS = ("states", "goals", "actions", "rewards")
 
 
 class OnlineRun(train.Run):
-    """A Run that also plays episodes, to learn from them. The rate's warm-up counts all updates.
+    """A Run that also plays episodes. The rate's warm-up counts all updates.
 
     Its buffer is {place: episode}: kept of the data, in rising order of return, and new, which take free
     places, then those of the worst, then of the oldest.
@@ -208,7 +208,7 @@ class OnlineRun(train.Run):
         return result["return"].mean()
 
     def look(self):
-        """Windows of the buffer, normalised as the data; on CUDA a new graph."""
+        """Windows of the buffer, normalised as the data; on CUDA a new graph of an update."""
         episodes = list((self.kept | self.new).values())
         fields = {key: torch.cat([episode[key] for episode in episodes]) for key in episodes[0]}
         lengths = [len(episode["rewards"]) for episode in episodes]
@@ -232,7 +232,7 @@ def go_online(run):
             played = run.explore()
             run.look()
             for _ in range(cfg.updates):
-                if asked:       # this round will be done again
+                if asked:       # this round is not saved, but done again
                     return False
                 run.update()
             text = f"loss {run.loss:.3f}, played {played:.1f}"

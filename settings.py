@@ -40,7 +40,7 @@ class TrainConfig:
     seed: int = 0                   # of weights, batches, dropout and evaluation
     steps: int = 100_000            # gradient updates
     batch_size: int = 64            # windows an update
-    windows: Literal["start", "end", "cover"] = "start"     # they start (released) or end anywhere; or both
+    windows: Literal["start", "end", "cover"] = "start"     # start (released) or end anywhere; cover: both
     lr: float = 1e-4                # learning rate of AdamW
     betas: tuple[float, ...] = (0.9, 0.999)     # AdamW's two averages
     weight_decay: float = 1e-4      # AdamW's

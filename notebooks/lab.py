@@ -12,7 +12,7 @@ Runs are kept in runs/notebooks/<scale>/, by model, environment, settings and se
 Tables' rows and pictures go to its results/. Results that come with the project, in notebooks/results/
 and docs/, are taken first, and written by commit_results() alone. See records.py.
 """
-import progress  # noqa: F401, I001 (first: it says which package is missing)
+from progress import Progress, resumable  # noqa: I001 (first: it says which package is missing)
 import contextlib
 import functools
 import inspect
@@ -48,7 +48,6 @@ from maps import (  # noqa: E402, F401
     mean_attention,
 )
 from pictures import axes, heat_maps, lines, picture, plain  # noqa: E402, F401
-from progress import Progress, resumable  # noqa: E402
 from records import COLUMNS, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
@@ -344,9 +343,9 @@ def runs_of(todo, trained=False, fresh=False, own=False):
     if stale := [r for r in runs if r.differs]:
         files = ", ".join(dict.fromkeys(file for r in stale for file in r.differs))
         print(f"{len(stale)} of {len(runs)} runs are of another {files}; fresh=True trains them anew")
-    today = {(r.env, r.label) for r in runs if not r.differs}
-    for r in stale:     # in no row with the others
-        r.label += ", older code" * ((r.env, r.label) in today)
+        today = {(r.env, r.label) for r in runs if not r.differs}
+        for r in stale:     # in no row with the others
+            r.label += ", older code" * ((r.env, r.label) in today)
     return runs
 
 

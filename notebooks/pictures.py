@@ -49,7 +49,7 @@ def picture(fig, save=None):
 
 
 def axes(columns, rows=1, width=3.4, height=2.9):
-    """(figure, flat list of axes); sizes in inches, so that at most 12.8 are beside each other: a page."""
+    """(figure, flat list of axes). Sizes are in inches, and a page shows 12.8 of them side by side."""
     fig = Figure(figsize=(min(width * columns, 12.8), height * rows))
     return fig, list(fig.subplots(rows, columns, squeeze=False).flat)
 
@@ -59,7 +59,7 @@ def plain(x):
     return torch.as_tensor(x).detach().cpu().numpy()
 
 
-def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=3, scale=None):
+def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that looks", columns=4, scale=None):
     """Gray pictures of {title: (rows, columns) array}: darker is more.
 
     scale: what the shades measure; all pictures then have the same ones.

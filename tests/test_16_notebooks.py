@@ -88,7 +88,7 @@ def test_committed_outputs(name):
             lines[-1] += sum(bool(line.strip()) for line in cell.source.splitlines())
         elif cell.source.startswith("## "):
             lines.append(0)
-    assert max(lines) <= 70 and len(lines) > 4, "a section is read in one go"
+    assert max(lines) <= 60 and len(lines) > 4, "a section is read in one go"
     assert not re.search(r"TODO", json.dumps(nb.cells))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_15_readme import README, slug, table_rows, without_blocks
+from test_15_readme import README, leads_somewhere, table_rows
 from test_16_notebooks import outputs_at_smoke
 
 import settings
@@ -188,11 +188,7 @@ def test_links(name):
     links = [x for x in LINKS.findall(text) if not x.startswith("http")]
     assert len(links) >= 4
     for link in links:
-        file, _, place = link.partition("#")
-        assert (FOLDER / file).exists() or file.removesuffix(".ipynb") in ORDER, link
-        if file.endswith(".md") and place:
-            page = without_blocks((FOLDER / file).read_text(encoding="utf-8"))
-            assert place in map(slug, re.findall(r"^#+ (.*)$", page, re.M)), link
+        assert leads_somewhere(link, FOLDER / "README.md"), link
     named = len(lesson.LINK.findall(text))
     assert len(re.findall(r"#L\d", text)) == named, "a link with lines has the name of its thing"
     assert lesson.relinked(text) == text, "python notebooks/lesson.py puts the line numbers right"
@@ -204,11 +200,7 @@ def test_links_of_the_experiments(name):
     links = [x for x in LINKS.findall(prose(f"experiments/{name}")) if not x.startswith(("http", "#"))]
     assert f"../{name}.ipynb" in links and f"../../models/{name}.py" in links
     for link in links:
-        file, _, place = link.partition("#")
-        assert (FOLDER / "experiments" / file).exists(), link
-        if place and file.endswith(".md"):
-            page = without_blocks((FOLDER / "experiments" / file).read_text(encoding="utf-8"))
-            assert place in map(slug, re.findall(r"^#+ (.*)$", page, re.M)), link
+        assert leads_somewhere(link, FOLDER / "experiments" / f"{name}.ipynb"), link
 
 
 def test_the_drawings_are_what_their_script_draws():
