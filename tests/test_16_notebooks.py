@@ -34,13 +34,13 @@ import records  # noqa: E402
 import released  # noqa: E402
 
 # those with a table of verdicts, whose sections run alone
-ALONE = ["experiments/dt", "experiments/radt", "experiments/starformer"]
+ALONE = [f"experiments/{name}" for name in ("dt", "dc", "radt", "starformer")]
 EXPERIMENTS = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
 # every table and figure of the five papers that is a section; "X" are our own
 IDS = {
     "experiments/dt": "DT-1 DT-2 DT-3 DT-4",
     "experiments/dc":
-        "DC-F3 DC-T1 DC-T3 DC-F5 DC-F6 DC-T5 DC-T11 DC-T12 DC-T13 DC-T14 DC-T17 DC-T18 DC-T19 X-3",
+        "DC-F3 DC-T1 DC-T2 DC-T3 DC-F5 DC-F6 DC-T5 DC-T11 DC-T12 DC-T13 DC-T14 DC-T17 DC-T18 DC-T19 X-3",
     "experiments/lsdt":
         "LSDT-F3 LSDT-T1 LSDT-T2 LSDT-T3 LSDT-T4 LSDT-F6 LSDT-F7 LSDT-F8 LSDT-F9 LSDT-F10 LSDT-F11 LSDT-F12 "
         "LSDT-B5 LSDT-T6 LSDT-T7 LSDT-T8 LSDT-T9 LSDT-T15",
