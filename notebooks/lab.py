@@ -20,6 +20,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -423,7 +424,8 @@ def verdicts(*claims):
 # ------------------------------------------------------------------- tables
 
 def show(text):
-    display(Markdown(text))
+    text = re.sub(r"\b1 threads", "1 thread", text)
+    display(Markdown(text.replace(" ± ", "\u00a0±\u00a0")))      # no line ends at ±
 
 
 def source(*things):
@@ -583,8 +585,10 @@ def paths(runs, n=20, save=None):
             return observation
 
     n = pick(smoke=2, local=n, paper=n)
-    fig, panels = axes(len(runs))
-    for ax, r in zip(panels, runs, strict=True):
+    fig, panels = axes(2, -(-len(runs) // 2), width=4.2, height=3.9)
+    for ax in panels[len(runs):]:
+        ax.set_visible(False)
+    for ax, r in zip(panels, runs, strict=False):
         tapes = [Tape(envs.make(r.meta["env_spec"])) for _ in range(n)]
         options = [r.meta["starts"][r.rows[0]["start"]]] * n
         result = player.rollout(r.net.eval(), r.meta, tapes, np.full(n, r.asked), range(n), options)
@@ -600,8 +604,9 @@ def paths(runs, n=20, save=None):
         walls = [[mark == 1 for mark in row] for row in maze.maze_map]
         x, y = maze.x_map_center, maze.y_map_center
         ax.imshow(walls, cmap="Greys", vmax=6, extent=(-x, x, -y, y))
-        ax.set_title(f"{r.label}: {100 * np.nanmean(result['success']):.0f} % reach the goal (*)", fontsize=8)
-        ax.set(xlabel="x", ylabel="y")
+        ax.set_title(f"{r.label}: {100 * np.nanmean(result['success']):.0f} % reach the goal (*)", fontsize=9)
+        x, y = x - 1.5 * x / width, y - 1.5 * y / height       # most of the outer wall is left out
+        ax.set(xlabel="x", ylabel="y", xlim=(-x, x), ylim=(-y, y))
     picture(fig, save)
 
 

@@ -89,7 +89,8 @@ def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=Fals
     for label, curve in curves.items():
         x, y, *spread = map(plain, curve)
         color, marker, line = look[label]
-        ax.plot(x, y, linestyle=line, marker="" if marks else marker, color=color, markersize=4, label=label)
+        ax.plot(x, y, linestyle=line, marker="" if marks else marker, color=color, markersize=4, label=label,
+                markevery=max(1, len(x) // 12))
         for at in (marks or {}).get(label, []):
             ax.axvline(at, color=color, linestyle=":")
         if spread:

@@ -865,6 +865,7 @@ def test_words_are_what_committed_results_say(name):
     for cell in cells:
         if cell.cell_type == "code":
             shown += "\n".join(out.get("data", {}).get("text/markdown", "") for out in cell.outputs) + "\n"
+    shown = shown.replace("\u00a0", " ")        # around ±
     for claim, word, figure in re.findall(r"^- (.+ in \w+): \*\*(.+)\*\*, (.+)$", shown, re.M):
         assert (word, figure) == records.verdict(claim, groups) and "over 0" not in figure, claim
     for cell in cells:
