@@ -46,6 +46,7 @@ from maps import (  # noqa: E402, F401
     gates,
     group_maps,
     kernel_maps,
+    looked_back,
     mean_attention,
 )
 from pictures import axes, heat_maps, lines, picture, plain  # noqa: E402, F401
@@ -208,6 +209,11 @@ class Run:
         index = whole[torch.randint(len(whole), (size,), generator=torch.Generator().manual_seed(seed))]
         device = next(self.net.parameters()).device
         return {key: x.to(device) for key, x in self.windows.gather(index).items()}
+
+    def padded(self):
+        """How many of 100 windows are padded: of each episode, those that start in its last K - 1 steps."""
+        lengths, K = self.data().lengths, resolved(self.spec).model.context_len
+        return 100 * float(lengths.clamp(max=K - 1).sum() / lengths.sum())
 
     def best_return(self):
         """The largest return of an episode of that data."""

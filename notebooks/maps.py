@@ -73,6 +73,12 @@ def even_shares(weights, most=4.0):
     return (m / m.sum(1, keepdim=True) * seen).clamp(max=most)
 
 
+def looked_back(m):
+    """(L,): how many tokens back the rows of a map (L, L) look, each in its mean."""
+    at = torch.arange(len(m))
+    return (m * (at[:, None] - at)).sum(1)
+
+
 def put_back(short, kept):
     """Maps (B, H, C, C) over each row's selected tokens, kept (B, L), in their places: (B, H, L, L)."""
     B, L = kept.shape

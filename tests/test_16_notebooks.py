@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -908,6 +909,19 @@ def test_rank_correlations_drawn():
 
 
 # ------------------------------------------------------------------- figures
+
+def test_how_far_a_map_looks_back():
+    assert lab.looked_back(torch.eye(4)).tolist() == [0, 0, 0, 0]
+    even = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
+    assert lab.looked_back(even).tolist() == [0, 0.5, 1, 1.5]
+
+
+def test_share_of_padded_windows():
+    """Episodes of 5 steps and of 2: with K = 3, windows from the last two steps of each are padded."""
+    spec = lab.values_of("maze2d-umaze", 0, True, dict(model="dt", context_len=3))
+    run = SimpleNamespace(spec=spec, data=lambda: SimpleNamespace(lengths=torch.tensor([5, 2])))
+    assert lab.Run.padded(run) == pytest.approx(400 / 7)
+
 
 def test_hours_are_updates_times_milliseconds():
     quirky = {"model": "dt", "quirk": "left padding"}
