@@ -35,7 +35,7 @@ import records  # noqa: E402
 import released  # noqa: E402
 
 # those with a table of verdicts, whose sections run alone
-ALONE = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer")]
+ALONE = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
 EXPERIMENTS = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
 # every table and figure of the five papers that is a section; "X" are our own
 IDS = {
