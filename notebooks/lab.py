@@ -591,7 +591,7 @@ def paths(runs, n=20, save=None):
             return observation
 
     n = pick(smoke=2, local=n, paper=n)
-    fig, panels = axes(2, -(-len(runs) // 2), width=4.2, height=3.9)
+    fig, panels = axes(min(2, len(runs)), -(-len(runs) // 2), width=4.2, height=3.9)
     for ax in panels[len(runs):]:
         ax.set_visible(False)
     for ax, r in zip(panels, runs, strict=False):

@@ -34,8 +34,6 @@ import maps  # noqa: E402
 import records  # noqa: E402
 import released  # noqa: E402
 
-# those with a table of verdicts, whose sections run alone
-ALONE = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
 EXPERIMENTS = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
 # every table and figure of the five papers that is a section; "X" are our own
 IDS = {
@@ -132,7 +130,7 @@ def sections(name):
     return found
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_each_section_runs_after_the_first_cell_alone(name):
     """No name is another section's."""
     first = code_cells(name)[0].source
@@ -143,7 +141,7 @@ def test_each_section_runs_after_the_first_cell_alone(name):
         assert done.returncode == 0, f"{id}: {done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_table_of_verdicts_leads_to_the_sections(name):
     """Each judged claim once in its section and once in the table on top, which has every section."""
     cells = [cell.source for cell in notebook(name).cells if cell.cell_type == "markdown"]
@@ -874,8 +872,7 @@ def test_words_are_what_committed_results_say(name):
             for word, claim, figure in WORD.findall(cell.source):
                 found, difference = records.verdict(claim, groups)
                 assert word == found, claim
-                if figure or name in ALONE:
-                    assert difference == f"a difference of {figure}", claim
+                assert difference == f"a difference of {figure}", claim
                 assert f"- {claim}: **{word}**" in shown, claim
                 count += 1
     assert count
