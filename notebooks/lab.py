@@ -31,7 +31,6 @@ import filelock
 import numpy as np
 import torch
 from IPython.display import Image, Markdown, display
-from matplotlib import colormaps
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,7 +48,7 @@ from maps import (  # noqa: E402, F401
     looked_back,
     mean_attention,
 )
-from pictures import axes, heat_maps, lines, picture, plain  # noqa: E402, F401
+from pictures import axes, heat_maps, lines, mazes, picture, plain  # noqa: E402, F401
 from records import COLUMNS, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
@@ -578,10 +577,10 @@ def episodes(run):
     display(Image(out.getvalue()))
 
 
-def paths(runs, n=20, save=None):
-    """Where an agent goes in its maze, from its first kind of start, shaded by the cell where a path ends.
+def tracks(run, n):
+    """n episodes from a run's first start: [(goal, reached or not, way)], the maze's walls, a cell's size.
 
-    Dashed is a path that missed its goal (*).
+    A way is fifty places (x, y) or a few more, the first and the last one among them.
     """
     import gymnasium
 
@@ -590,30 +589,24 @@ def paths(runs, n=20, save=None):
             self.seen = [*getattr(self, "seen", []), observation]
             return observation
 
+    tapes = [Tape(envs.make(run.meta["env_spec"])) for _ in range(n)]
+    options = [run.meta["starts"][run.rows[0]["start"]]] * n
+    result = player.rollout(run.net.eval(), run.meta, tapes, np.full(n, run.asked), range(n), options)
+    ways = []
+    for tape, reached in zip(tapes, result["success"], strict=True):
+        some = tape.seen[:-1:max(1, len(tape.seen) // 50)] + tape.seen[-1:]
+        way = np.array([x["achieved_goal"] for x in some])
+        ways.append((tape.seen[0]["desired_goal"].round(2).tolist(), bool(reached), way.round(2).tolist()))
+        tape.close()
+    maze = tapes[0].unwrapped.maze
+    walls = [[int(mark == 1) for mark in row] for row in maze.maze_map]
+    return dict(ways=ways, walls=walls, size=maze.maze_size_scaling)
+
+
+def paths(runs, n=20, save=None):
+    """Where an agent goes in its maze, from its first kind of start: pictures.mazes()."""
     n = pick(smoke=2, local=n, paper=n)
-    fig, panels = axes(min(2, len(runs)), -(-len(runs) // 2), width=4.2, height=3.9)
-    for ax in panels[len(runs):]:
-        ax.set_visible(False)
-    for ax, r in zip(panels, runs, strict=False):
-        tapes = [Tape(envs.make(r.meta["env_spec"])) for _ in range(n)]
-        options = [r.meta["starts"][r.rows[0]["start"]]] * n
-        result = player.rollout(r.net.eval(), r.meta, tapes, np.full(n, r.asked), range(n), options)
-        maze = tapes[0].unwrapped.maze
-        width, height = maze.map_width, maze.map_length
-        for tape, reached in zip(tapes, result["success"], strict=True):
-            track = np.array([x["achieved_goal"] for x in tape.seen])
-            row, column = maze.cell_xy_to_rowcol(track[-1])
-            color = colormaps["viridis"]((row + column * 0.37) / (height + width * 0.37))
-            ax.plot(*track.T, linestyle="-" if reached else "--", color=color, linewidth=1)
-            ax.plot(*tape.seen[0]["desired_goal"], "*", color=color, markersize=8)
-            tape.close()
-        walls = [[mark == 1 for mark in row] for row in maze.maze_map]
-        x, y = maze.x_map_center, maze.y_map_center
-        ax.imshow(walls, cmap="Greys", vmax=6, extent=(-x, x, -y, y))
-        ax.set_title(f"{r.label}: {100 * np.nanmean(result['success']):.0f} % reach the goal (*)", fontsize=9)
-        x, y = x - 1.5 * x / width, y - 1.5 * y / height       # most of the outer wall is left out
-        ax.set(xlabel="x", ylabel="y", xlim=(-x, x), ylim=(-y, y))
-    picture(fig, save)
+    mazes([(r.label, r.keep(f"paths {n}", functools.partial(tracks, n=n))) for r in runs], save)
 
 
 def tokens(model):

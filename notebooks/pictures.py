@@ -107,6 +107,32 @@ def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=Fals
     picture(fig, save)
 
 
+def mazes(panels, save=None):
+    """Ways through a maze, [(label, lab.tracks())], each shaded by the cell where it ends.
+
+    Dashed is a way that missed its goal (*).
+    """
+    fig, axs = axes(min(2, len(panels)), -(-len(panels) // 2), width=4.2, height=3.9)
+    for ax in axs[len(panels):]:
+        ax.set_visible(False)
+    for ax, (label, found) in zip(axs, panels, strict=False):
+        size, (height, width) = found["size"], np.shape(found["walls"])
+        x, y = width * size / 2, height * size / 2      # (0, 0) is the middle
+        free = np.argwhere(np.equal(found["walls"], 0))
+        for goal, reached, way in found["ways"]:
+            cell = (y - way[-1][1]) // size, (way[-1][0] + x) // size
+            place = np.abs(free - cell).sum(1).argmin()
+            color = matplotlib.colormaps["viridis"](place / len(free))
+            ax.plot(*np.transpose(way), linestyle="-" if reached else "--", color=color, linewidth=1)
+            ax.plot(*goal, "*", color=color, markersize=8)
+        ax.imshow(found["walls"], cmap="Greys", vmax=6, extent=(-x, x, -y, y))
+        share = 100 * np.mean([reached for _, reached, _ in found["ways"]])
+        ax.set_title(f"{label}: {share:.0f} % reach the goal (*)", fontsize=9)
+        x, y = x - 0.75 * size, y - 0.75 * size         # most of the outer wall is left out
+        ax.set(xlabel="x", ylabel="y", xlim=(-x, x), ylim=(-y, y))
+    picture(fig, save)
+
+
 def taps(panels, kinds, colors):
     """What belongs to each tap of DC's filters, {label: {layer: (kinds, W), or (kinds, W, d)}}.
 

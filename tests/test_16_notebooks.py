@@ -778,6 +778,36 @@ def test_committed_results_are_taken_first(local, monkeypatch, capsys):
     assert lab.run("maze2d-umaze", model="dt", **TINY).code == first.code
 
 
+def test_paths_are_drawn_without_weights(local, monkeypatch):
+    """They are what the environment shows, thinned, and stay with the run."""
+    monkeypatch.setattr(lab, "load", lambda *args, **kwargs: lab.random_play("maze2d-umaze", False))
+    r, drawn = lab.run("maze2d-umaze", label="a", model="dt", **TINY), []
+    monkeypatch.setattr(lab.pictures, "picture", lambda fig, save: drawn.append(fig))
+    found = lab.tracks(r, 2)
+    with lab.envs.make(r.meta["env_spec"]) as env:
+        maze, (first, _) = env.unwrapped.maze, env.reset(seed=1)
+        steps = []
+        options = [r.meta["starts"][r.rows[0]["start"]]]
+        lab.player.rollout(r.net, r.meta, [env], [r.asked], [1], options, record=[steps])
+        env.reset(seed=1, options=options[0])
+        seen = [first] + [env.step(action)[0] for _, _, action, _ in steps]
+        goal, reached, way = found["ways"][1]
+        assert goal == first["desired_goal"].round(2).tolist() and reached in (True, False)
+        np.testing.assert_allclose(way[:-1], [x["achieved_goal"] for x in seen[:-1:6]], atol=0.006)
+        place, size = np.array(way[-1]), found["size"]
+        np.testing.assert_allclose(place, seen[-1]["achieved_goal"], atol=0.006)
+        row, column = maze.cell_xy_to_rowcol(place)
+        center = np.shape(found["walls"])[1] * size / 2, np.shape(found["walls"])[0] * size / 2
+        assert ((center[1] - place[1]) // size, (place[0] + center[0]) // size) == (row, column)
+        assert found["walls"][row][column] == 0 and found["walls"][0][0] == 1
+    lab.paths([r], n=2)
+    monkeypatch.setattr(lab.player, "load_run", None)
+    again = lab.run("maze2d-umaze", label="a", model="dt", **TINY)
+    lab.paths([again, again], n=2)
+    one, two = ([[line.get_xydata().tolist() for line in ax.lines] for ax in fig.axes] for fig in drawn)
+    assert len(one[0]) == 4 and two == [one[0], one[0]]     # two ways and two stars
+
+
 def test_fine_tuned_runs_and_the_control_are_found_again(smoke):
     """Each in a folder of its own; the code of online.py counts; the control says whose rewards it had."""
     given = dict(env="hopper-medium-replay", model="dt")
