@@ -74,7 +74,7 @@ def body(name, replay, medium, expert, more=(), version=1):
 
 
 def maze(name, **where):
-    return Set(f"antmaze-{name}", 600_000, [ant], version=2, **where)       # models learn 140,000 by heart
+    return Set(f"antmaze-{name}", 600_000, [ant], version=3, **where)       # models learn 140,000 by heart
 
 
 def atari(name, steps=20_000):
