@@ -209,12 +209,9 @@ def test_the_ant_runs_where_it_is_told():
 
 
 def test_an_antmaze_set_has_successes_and_failures():
-    """Nine of ten episodes arrive, all in the one task of the maze, and stay; six episodes show both kinds."""
+    """Nine of ten episodes arrive, all in the one task of the maze; the first six show both kinds."""
     episodes = load("antmaze-umaze", 4200)
-    there = [e.rewards > 0 for e in episodes]
-    assert 4 <= sum(x.any() for x in there) <= 5
-    stay = [x[x.argmax():].mean() for x in there if x.any()]    # of the steps from the first one at the goal
-    assert np.mean(stay) > 0.7 and np.max(stay) > 0.95
+    assert 4 <= sum(e.rewards.max() > 0 for e in episodes) <= 5
     starts = [e.observations["achieved_goal"][0] for e in episodes]
     assert np.allclose(starts, [-4, 4], atol=1)     # cell [1, 1] of cells of 4 m
 
