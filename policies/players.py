@@ -95,14 +95,14 @@ def actor(env, first, rng, body, levels, spread=1.0):
 
 
 def ant(env, first, rng):
-    """The ant's actor, told to run along the shortest way of a maze, or else along +x.
+    """The ant's actor, told to run along +x; or, at its last level, along the shortest way of a maze.
 
     In a maze each episode draws how hard it pushes: with all of its force it soon lies on its back.
     """
-    run = actor(env, first, rng, "ant", range(4))
-    noise, turn = rng.uniform(0, (0.3, 0.6))        # of the action, and in radians of the direction
     way = Way(env, first) if isinstance(first, dict) else None
-    force = rng.uniform(0.3, 0.7) if way else 1.0
+    run = actor(env, first, rng, "ant", [3] if way else range(4))
+    noise, turn = rng.uniform(0, (0.2, 0.4) if way else (0.3, 0.6))     # of the action; radians
+    force = rng.uniform(0.4, 0.8) if way else 1.0
 
     def act(observation):
         ahead = (1, 0)
