@@ -209,9 +209,9 @@ def test_the_ant_runs_where_it_is_told():
 
 
 def test_an_antmaze_set_has_successes_and_failures():
-    """Nine of ten episodes arrive, all in the one task of the maze; the first six show both kinds."""
-    episodes = load("antmaze-umaze", 4200)
-    assert 4 <= sum(e.rewards.max() > 0 for e in episodes) <= 5
+    """Seven of eight episodes arrive, all in the one task of the maze; these four show both kinds."""
+    episodes = load("antmaze-umaze", 2800, seed=1)
+    assert sum(e.rewards.max() > 0 for e in episodes) == 3
     starts = [e.observations["achieved_goal"][0] for e in episodes]
     assert np.allclose(starts, [-4, 4], atol=1)     # cell [1, 1] of cells of 4 m
 
