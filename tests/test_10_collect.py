@@ -208,10 +208,10 @@ def test_the_ant_runs_where_it_is_told():
     assert np.allclose(inputs[1:5], [1, 0, 0, 0]) and np.allclose(inputs[-2:], [1, 0])
 
 
-def test_most_episodes_of_an_antmaze_set_arrive():
-    """Seven of eight do, all in the one task of the maze."""
-    episodes = load("antmaze-umaze", 2800, seed=1)
-    assert sum(e.rewards.max() > 0 for e in episodes) >= 2
+def test_an_antmaze_set_has_successes_and_failures():
+    """Seven episodes of eight arrive, all in the one task of the maze; these eight show both kinds."""
+    episodes = load("antmaze-umaze", 5600, seed=1)
+    assert 4 <= sum(e.rewards.max() > 0 for e in episodes) <= 7
     starts = [e.observations["achieved_goal"][0] for e in episodes]
     assert np.allclose(starts, [-4, 4], atol=1)     # cell [1, 1] of cells of 4 m
 
