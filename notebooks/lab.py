@@ -226,6 +226,10 @@ class Run:
         """Its rows from the last start: of mazes the far one, where the model's speed decides the return."""
         return [row for row in self.rows if row["start"] == self.rows[-1]["start"]]
 
+    def abs_error(self):
+        """Its mean |target - achieved| over the episodes of last_start()."""
+        return player.alignment(self.last_start())["abs_error"]
+
     def play(self, targets=None, zero=(), episodes=None):
         """Rows of another evaluation, from the last start: other targets, or inputs blanked."""
         start = self.rows[-1]["start"]
