@@ -185,18 +185,23 @@ def drawn(seeds, n=400):
 PLAIN = {"model", "env", "seed", "size", "source", "eval_every", "amp"}
 
 
-def expected(results):
-    """Text: what is normal for every set and model, of those committed() results that have preset settings.
-
-    Return, score and success at the headline target; rank correlation and error over all targets from the
-    last start.
-    """
+def normal(results):
+    """{(set, model): results} of those committed() results that have preset settings."""
     groups = {}
     for result in results.values():
         if result["kept"]["spec"].keys() <= PLAIN and result["rows"]:
             groups.setdefault((result["env"], result["model"]), []).append(result)
+    return dict(sorted(groups.items()))
+
+
+def expected(results):
+    """Text: the table of normal() results.
+
+    Return, score and success at the headline target; rank correlation and error over all targets from the
+    last start.
+    """
     rows = []
-    for key, runs in sorted(groups.items()):
+    for key, runs in normal(results).items():
         heads = [next(row for row in r["rows"] if row["target"] == r["asked"]) for r in runs]
         last = [[row for row in r["rows"] if row["start"] == r["rows"][-1]["start"]] for r in runs]
         follow = list(map(alignment, last))
