@@ -37,7 +37,7 @@ import released  # noqa: E402
 EXPERIMENTS = [f"experiments/{name}" for name in ("dt", "dc", "lsdt", "radt", "starformer", "dm")]
 # every table and figure of the five papers that is a section; "X" are our own
 IDS = {
-    "experiments/dt": "DT-1 DT-2 DT-3 DT-4 X-5",
+    "experiments/dt": "DT-1 DT-2 DT-3 DT-4 X-4 X-5",
     "experiments/dc":
         "DC-F3 DC-T1 DC-T2 DC-T3 DC-F5 DC-F6 DC-T5 DC-T11 DC-T12 DC-T13 DC-T14 DC-T17 DC-T18 DC-T19 X-3",
     "experiments/lsdt":
