@@ -213,16 +213,22 @@ def alignments(runs):
             yield start, [alignment(group) for group in groups]
 
 
-def interval(values, digits=1):
-    """Text: the mean over seeds ± half of its 95 % interval (Student's t). "-" where a value is missing."""
+def margin(values):
+    """Half of the 95 % interval of the mean of two values or more (Student's t)."""
     from scipy.stats import t as student
+    n = len(values)
+    return student.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
+
+
+def interval(values, digits=1):
+    """Text: the mean over seeds ± its margin(). "-" where a value is missing."""
     values = np.array(values, float)
     n = len(values)
     if n == 0 or np.isnan(values).any():
         return "-"
     text = f"{values.mean():.{digits}f}"
     if n > 1:
-        text += f" ± {student.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5:.{digits}f}"
+        text += f" ± {margin(values):.{digits}f}"
     return text
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
@@ -17,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 import pictures  # noqa: E402 (found once the repository's folders are on the path)
 import records  # noqa: E402
 
-from eval import alignment  # noqa: E402
+from eval import margin  # noqa: E402
 
 MODELS = ["DT", "DC", "LSDT", "RADT", "StARformer", "DM"]
 
@@ -27,12 +26,10 @@ def shares(run):
 
     For AntMaze (success in %, error): there few return as much as is asked for, though most arrive.
     """
-    head = next(row for row in run["rows"] if row["target"] == run["asked"])
-    last = [row for row in run["rows"] if row["start"] == run["rows"][-1]["start"]]
-    reached = 100 * head["return_mean"] / run["asked"]
+    reached = 100 * records.headline(run)["return_mean"] / run["asked"]
     if run["env"].startswith("antmaze"):
-        reached = np.mean([row["success"] for row in last])
-    return reached, 100 * alignment(last)["abs_error"] / run["asked"]
+        reached = np.mean([row["success"] for row in records.last_start(run)])
+    return reached, 100 * records.abs_error(run) / run["asked"]
 
 
 def draw(groups):
@@ -49,9 +46,7 @@ def draw(groups):
             runs = groups.get((env, name.lower()), [])
             color, marker, _ = pictures.LOOKS[name]
             for ax, values in zip((left, right), np.transpose([shares(r) for r in runs]), strict=False):
-                n, half = len(values), 0.0
-                if n > 1:
-                    half = student.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5
+                half = margin(values) if len(values) > 1 else 0.0
                 ax.errorbar(values.mean(), i, xerr=half, fmt=marker, color=color, markersize=5, linewidth=1.2)
         for ax in (left, right):
             ax.set_yticks(range(len(MODELS)), MODELS, fontsize=8)

@@ -220,11 +220,11 @@ class Run:
 
     def headline(self):
         """The row that stands for the run: at its headline target, from the first start that has it."""
-        return next((row for row in self.rows if row["target"] == self.asked), self.rows[0])
+        return records.headline(vars(self))
 
     def last_start(self):
         """Its rows from the last start: of mazes the far one, where the model's speed decides the return."""
-        return [row for row in self.rows if row["start"] == self.rows[-1]["start"]]
+        return records.last_start(vars(self))
 
     def abs_error(self):
         """Its mean |target - achieved| over the episodes of last_start()."""

@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import rankdata
-from scipy.stats import t as student
 
 import settings
 import sweep
 import train
-from eval import alignment, interval
+from eval import alignment, interval, margin
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = (
@@ -156,7 +155,7 @@ def verdict(claim, groups):
     n, word = len(differences), "cannot tell"
     if n > 1:
         middle = np.mean(differences) * (1 if sign == ">" else -1)
-        half = student.ppf(0.975, n - 1) * np.std(differences, ddof=1) / n**0.5
+        half = margin(differences)
         if middle > half:
             word = "holds"
         elif middle <= -half:
@@ -185,6 +184,22 @@ def drawn(seeds, n=400):
 PLAIN = {"model", "env", "seed", "size", "source", "eval_every", "amp"}
 
 
+def headline(result):
+    """The row that stands for a run: at its headline target, from the first start that has it."""
+    return next((row for row in result["rows"] if row["target"] == result["asked"]), result["rows"][0])
+
+
+def last_start(result):
+    """A run's rows from its last start: of mazes the far one, where the model's speed decides the return."""
+    return [row for row in result["rows"] if row["start"] == result["rows"][-1]["start"]]
+
+
+def abs_error(result):
+    """A run's mean |target - achieved| over the episodes of last_start()."""
+    rows = last_start(result)
+    return np.average([row["abs_error"] for row in rows], weights=[row["episodes"] for row in rows])
+
+
 def normal(results):
     """{(set, model): results} of those committed() results that have preset settings."""
     groups = {}
@@ -202,14 +217,12 @@ def expected(results):
     """
     rows = []
     for key, runs in normal(results).items():
-        heads = [next(row for row in r["rows"] if row["target"] == r["asked"]) for r in runs]
-        last = [[row for row in r["rows"] if row["start"] == r["rows"][-1]["start"]] for r in runs]
-        follow = list(map(alignment, last))
+        heads = list(map(headline, runs))
         figures = [interval([row[name] for row in heads]) for name in ("return_mean", "score", "success")]
-        rank = interval([np.mean([x["rank_correlation"] for x in follow])], 2)
+        rank = interval([np.mean([alignment(last_start(r))["rank_correlation"] for r in runs])], 2)
         minutes = np.mean([r["seconds"] for r in runs]) / 60
         rows.append([*key, len(runs), f"{runs[0]['asked']:g}", *figures, rank,
-                     interval([x["abs_error"] for x in follow]), f"{minutes:.1f}"])
+                     interval(list(map(abs_error, runs))), f"{minutes:.1f}"])
     head = "set, model, seeds, asked for, return, score, success %, rank correlation, error, minutes a run"
     return markdown(head.split(", "), rows)
 
