@@ -49,13 +49,17 @@ class Way:
         return end - xy, arriving
 
 
-def waypoints(env, first, rng, arrival):
-    """Pushes the point along the shortest way, to arrive after a number of steps uniform in `arrival`."""
+def waypoints(env, first, rng, arrival, noise=None):
+    """Pushes the point along the shortest way, to arrive after a number of steps uniform in `arrival`.
+
+    noise: standard deviation of what is added to actions; without one, small and drawn for each episode.
+    """
     way = Way(env, first)
     seconds = 0.01 * rng.uniform(*arrival)
     # m/s: 0.45 m from the goal is there, 5 is the limit; from slower ones models learn to stand still.
     cruise = np.clip((way.length - 0.45) / seconds, 0.8, 5)
-    noise = 0.2 if rng.random() < 0.25 else 0.05
+    if noise is None:
+        noise = 0.2 if rng.random() < 0.25 else 0.05
 
     def act(observation):
         position, velocity = np.split(observation["observation"], 2)

@@ -171,6 +171,15 @@ def test_one_episode_in_five_runs_the_far_pair():
     assert len(episodes) == 10 and pair[::5].all() and pair.sum() <= 4
 
 
+def test_the_larger_point_mazes_are_as_noisy_as_d4rls():
+    """Where a past action tells the next one, models repeat it and stand still on the way."""
+    for name, steps in (("pointmaze-medium", 3000), ("pointmaze-large", 4000)):
+        episodes = load(name, steps)
+        there = [e.actions[e.rewards > 0] for e in episodes]        # the rule asks for no push there
+        assert all(e.rewards.max() > 0 for e in episodes)
+        assert all(0.45 < a.std() < 0.55 for a in there)
+
+
 @pytest.mark.parametrize("maze", ["umaze", "medium", "large"])
 def test_the_far_pair_is_the_longest_way_of_its_maze(maze):
     """By breadth-first search from every cell."""
