@@ -98,7 +98,7 @@ SETS = [
     maze("large-play"),
     maze("large-diverse", env="AntMaze_Large_Diverse_GR-v4"),
     Set("pointmaze-umaze", 75_000, [partial(waypoints, arrival=(100, 290))]),       # of 300 steps
-    # of 600 and 800 steps; D4RL's script adds as much noise. With less, small models learn to repeat their
+    # of 600 and 800 steps; D4RL's script can add as much noise. With less, small models learn to repeat their
     # past actions, and stand still on the way
     Set("pointmaze-medium", 600_000, [partial(waypoints, arrival=(230, 580), noise=0.5)], version=2),
     Set("pointmaze-large", 800_000, [partial(waypoints, arrival=(400, 770), noise=0.5)], version=2),
