@@ -73,8 +73,8 @@ def body(name, replay, medium, expert, more=(), version=1):
     ]
 
 
-def maze(name, **where):
-    return Set(f"antmaze-{name}", 600_000, [ant], version=3, **where)       # models learn 140,000 by heart
+def maze(name, version=4, **where):
+    return Set(f"antmaze-{name}", 600_000, [ant], version, **where)         # models learn 140,000 by heart
 
 
 def atari(name, steps=20_000):
@@ -91,7 +91,7 @@ SETS = [
           more=[partial(actor, body="walker2d", levels=[8], spread=(0, 1))]),
     *body("halfcheetah", replay=range(7), medium=6, expert=9),
     Set("ant-medium-replay", 100_000, [ant]),
-    maze("umaze", fixed=True),
+    maze("umaze", version=3, fixed=True),
     maze("umaze-diverse"),
     maze("medium-play"),
     maze("medium-diverse", env="AntMaze_Medium_Diverse_GR-v4"),

@@ -101,17 +101,26 @@ def actor(env, first, rng, body, levels, spread=1.0):
 def ant(env, first, rng):
     """The ant's actor, told to run along +x; or, at its last level, along the shortest way of a maze.
 
-    In a maze each episode draws how hard it pushes: with all of its force it soon lies on its back.
+    In a maze each episode draws how hard it pushes: with all of its force it soon lies on its back. Where a
+    maze has several goals, the goal moves after 50 steps at it.
     """
     way = Way(env, first) if isinstance(first, dict) else None
     run = actor(env, first, rng, "ant", [3] if way else range(4))
     noise, turn = rng.uniform(0, (0.2, 0.4) if way else (0.3, 0.6))     # of the action; radians
     force = rng.uniform(0.4, 0.8) if way else 1.0
+    stayed = 0
 
     def act(observation):
+        nonlocal way, stayed
         ahead = (1, 0)
         if way:
-            ahead, _ = way.ahead(observation["achieved_goal"])
+            place, goal = observation["achieved_goal"], observation["desired_goal"]
+            if (goal != way.goal).any():
+                way, stayed = Way(env, observation), 0
+            stayed += np.linalg.norm(place - goal) <= 0.45
+            # if it never moved, the ant would stand in most steps, and models learn to walk straight at a goal
+            env.unwrapped.reset_target = bool(stayed >= 50)
+            ahead, _ = way.ahead(place)
             observation = observation["observation"]
         angle = np.arctan2(ahead[1], ahead[0]) + turn * rng.standard_normal()
         action = force * run(seen_from_heading(observation, angle))

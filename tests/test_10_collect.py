@@ -225,6 +225,19 @@ def test_an_antmaze_set_has_successes_and_failures():
     assert np.allclose(starts, [-4, 4], atol=1)     # cell [1, 1] of cells of 4 m
 
 
+def test_a_goal_of_a_diverse_antmaze_moves_after_fifty_steps_at_it():
+    """So that most of the steps are on the way; the player then heads for the next one."""
+    moved = 0
+    for episode in load("antmaze-umaze-diverse", 2100):
+        goals = episode.observations["desired_goal"]
+        ends = (goals[1:-1] != goals[2:]).any(1).nonzero()[0] + 1       # the last step before each move
+        for rewards in np.split(episode.rewards, ends)[:-1]:
+            assert rewards.sum() == 51      # at the goal fifty times, and once more when it moves
+        moved += len(ends)
+    assert moved >= 4
+    assert all(len(np.unique(e.observations["desired_goal"], axis=0)) == 1 for e in load("antmaze-umaze", 1400))
+
+
 @pytest.mark.parametrize("body", ["hopper", "walker2d"])
 def test_medium_replay_is_of_many_skills_and_expert_is_better_than_medium(body):
     """The sets differ in what they are named for; half of a replay is of the best player."""
