@@ -322,7 +322,7 @@ PRESETS = {
         rtg_scale=None,
     ),
     "small-antmaze": dict(  # ours, on top of "small"
-        n_layer=3, d=128, batch_size=256, steps=10_000, dropout=0.1, weight_decay=0.01, window=6,
+        n_layer=3, d=128, batch_size=256, steps=10_000, weight_decay=0.01, window=6,
     ),
     "small-frames": dict(   # ours, on top of "small"
         d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0, sample=False,

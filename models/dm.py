@@ -475,7 +475,7 @@ PRESETS = {
         strategy="prefix", router="sigmoid", router_bias=2.0, residual=True, k_start=0.9,
     ),
     "small-antmaze": dict(
-        n_layer=4, d=128, batch_size=256, steps=10_000, dropout=0.1, weight_decay=0.01,
+        n_layer=4, d=128, batch_size=256, steps=10_000, weight_decay=0.01,
     ),
     "small-frames": dict(
         n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0, sample=False

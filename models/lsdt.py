@@ -475,7 +475,7 @@ PRESETS = {
         eval_episodes=10, rtg_scale=None,   # the environment's
     ),
     "small-antmaze": dict(  # ours, on top of "small"
-        n_layer=3, d=128, batch_size=256, steps=10_000, dropout=0.1, weight_decay=0.01,
+        n_layer=3, d=128, batch_size=256, steps=10_000, weight_decay=0.01,
     ),
     "small-frames": dict(   # on top of "small": as StARformer's
         n_head=2, d=96, context_len=2, timestep_std=0.0, batch_size=64, steps=3000, eval_every=0,

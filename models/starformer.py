@@ -363,7 +363,7 @@ PRESETS = {
         warmup=100, schedule="cosine", eval_episodes=10,
     ),
     "small-antmaze": dict(      # ours, on top of "small"; a batch of half the size: three times DT's time
-        n_layer=3, d=128, batch_size=128, steps=10_000, dropout=0.1, weight_decay=0.01,
+        n_layer=3, d=128, batch_size=128, steps=10_000, weight_decay=0.01,
     ),
     "small-frames": dict(           # ours, on top of "small"
         patch=14, n_layer=3, n_head=2, d=96, step_heads=4, step_d=32, context_len=2, batch_size=64,

@@ -235,7 +235,8 @@ def test_small_sizes_take_the_environments_own_return_scale(model, env):
 def test_a_small_ant_has_a_wider_model_and_more_updates_than_a_small_point(model):
     point, ant = (used(model, env, size="small") for env in ("pointmaze-umaze", "antmaze-umaze"))
     assert ant["d"] > point["d"] and ant["steps"] > point["steps"] and ant["lr"] == point["lr"]
-    assert used(model, "antmaze-large-diverse", size="small") == ant | {"env": "antmaze-large-diverse"}
+    large = {"env": "antmaze-large-diverse", "dropout": 0.0}
+    assert used(model, "antmaze-large-diverse", size="small") == ant | large
 
 
 @pytest.mark.parametrize("model", settings.MODELS)
