@@ -2,7 +2,7 @@
 
     python eval.py runs/dt-pointmaze-umaze-s0                    the table of the run's own targets
     python eval.py runs/... --targets 1800 3600 --episodes 20    other targets (raw returns)
-    python eval.py runs/... --video out.gif                      one episode of the headline target as a film
+    python eval.py runs/... --video out.gif                      also an episode of the first target as a film
     python eval.py runs/... --zero rtg                           without its target (DC paper, Fig. 5)
 
 A run's folder is all that is needed.

@@ -1,9 +1,10 @@
 """What a run is made of, and where each value comes from.
 
-The first of these that names a value decides: the command line; with --size small, the default without a
-GPU, the presets "small-ENVIRONMENT", "small-FAMILY", "small-frames" (of frames) and "small"; the
-environment's preset, its family's, "*"; the default of the field. What the data decide is filled in when they
-are loaded. 'python train.py --show' prints all.
+The first of these that names a value decides: the command line; --size LAYERS-HEADS-WIDTH; with --size small,
+the default without a GPU, the presets "small-ENVIRONMENT", "small-FAMILY", "small-frames" (of frames) and
+"small"; the environment's preset, its family's, "*"; the default of the field. Papers' targets and return
+scales hold for d4rl and dqn alone. What the data decide is filled in when they are loaded. 'python train.py
+--show' prints all.
 """
 import ast
 import dataclasses

@@ -5,7 +5,7 @@ trains the others, and prints a table. Scales:
 
     smoke   seconds, for tests: 3 updates on random play, episodes of 10 steps; it shows that everything runs
     local   minutes on 2 CPU cores: the small presets on data regenerated here. trained=True: three seeds and
-            the preset's updates; otherwise one seed and a twentieth of them, which the table says
+            the preset's updates; otherwise one seed and 200 updates (40 on frames), which the table says
     paper   the papers' data, presets and seeds: hours on a GPU, printed before they begin
 
 Runs are kept in runs/notebooks/<scale>/, by model, environment, settings and seed; all notebooks share them.

@@ -2,7 +2,7 @@
 
     notebooks/results/<notebook>.csv    the rows of its tables, one for each section, run and target
     notebooks/results/runs/<run>.json   a run's result.json, with its log, and "kept": the settings that were
-                                        given ("spec"), and what Run.play() gave
+                                        given ("spec"), and what Run.keep() computed
     weights/<name>/last.pt, run.txt     a checkpoint to act with, and whose it is
 """
 import csv
