@@ -358,6 +358,7 @@ PRESETS = {
     "small-antmaze": dict(  # ours, on top of "small"
         n_layer=3, d=128, batch_size=256, steps=10_000, weight_decay=0.01,
     ),
+    "small-antmaze-umaze": dict(dropout=0.1, steps=10_000),     # without dropout its ant is slow
     "small-frames": dict(  # ours, on top of "small": as StARformer's
         n_head=2, d=96, context_len=2, batch_size=64, steps=3000, eval_every=0, sample=False,
     ),

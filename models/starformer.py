@@ -362,8 +362,9 @@ PRESETS = {
         condition="rtg", n_layer=2, d=64, context_len=3, dropout=0.0, batch_size=106, steps=2500, lr=1.5e-3,
         warmup=100, schedule="cosine", eval_episodes=10,
     ),
-    "small-antmaze": dict(      # ours, on top of "small"; a batch of half the size: three times DT's time
-        n_layer=3, d=128, batch_size=128, steps=10_000, weight_decay=0.01,
+    "small-antmaze": dict(      # ours, on top of "small"
+        n_layer=3, d=128, batch_size=256, steps=10_000, weight_decay=0.01,
+        step_state="conv", step_d=64,       # 31 tokens of one number each learn less, in three times the time
     ),
     "small-frames": dict(           # ours, on top of "small"
         patch=14, n_layer=3, n_head=2, d=96, step_heads=4, step_d=32, context_len=2, batch_size=64,

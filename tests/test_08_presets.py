@@ -232,11 +232,20 @@ def test_small_sizes_take_the_environments_own_return_scale(model, env):
 
 
 @pytest.mark.parametrize("model", settings.MODELS)
-def test_a_small_ant_has_a_wider_model_and_more_updates_than_a_small_point(model):
+def test_a_small_ant_has_a_wider_model_and_larger_batches_than_a_small_point(model):
     point, ant = (used(model, env, size="small") for env in ("pointmaze-umaze", "antmaze-umaze"))
-    assert ant["d"] > point["d"] and ant["steps"] > point["steps"] and ant["lr"] == point["lr"]
-    large = {"env": "antmaze-large-diverse", "dropout": 0.0}
+    assert ant["d"] > point["d"] and ant["batch_size"] > point["batch_size"] and ant["lr"] == point["lr"]
+    assert (ant["steps"], ant["dropout"]) == ((10_000, 0.1) if model == "radt" else (5000, 0.0))
+    large = {"env": "antmaze-large-diverse", "steps": 10_000, "dropout": 0.0}
     assert used(model, "antmaze-large-diverse", size="small") == ant | large
+
+
+def test_under_one_name_a_models_preset_stands_above_that_of_all_models(monkeypatch):
+    assert used("radt", "walker2d-medium", size="small")["steps"] == 7400
+    monkeypatch.setitem(settings.model_module("radt").PRESETS, "small-walker2d", dict(steps=9))
+    assert used("radt", "walker2d-medium", size="small")["steps"] == 9
+    monkeypatch.setitem(settings.PRESETS, "small-walker2d-medium", dict(steps=8))
+    assert used("radt", "walker2d-medium", size="small")["steps"] == 8, "a more specific name decides"
 
 
 @pytest.mark.parametrize("model", settings.MODELS)
