@@ -364,7 +364,7 @@ PRESETS = {
     ),
     "small-antmaze": dict(      # ours, on top of "small"
         n_layer=3, d=128, batch_size=256, steps=10_000, weight_decay=0.01,
-        step_state="conv", step_d=64,       # 31 tokens of one number each learn less, in three times the time
+        step_state="conv", step_d=64,       # 31 tokens of one number each take three times the time
     ),
     "small-frames": dict(           # ours, on top of "small"
         patch=14, n_layer=3, n_head=2, d=96, step_heads=4, step_d=32, context_len=2, batch_size=64,
