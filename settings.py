@@ -85,7 +85,7 @@ RANGES = {
 }
 
 
-# of all models, with critics and online too
+# of all models, with critics and online too; under one name a model's own stand above them
 PRESETS = {
     # one that is not told its task must see rewards, and those of more than a few steps
     "small-tasks": dict(context_len=20, batch_size=64, steps=5000, condition="reward", reward_scale=2.0),
