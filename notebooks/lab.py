@@ -161,12 +161,19 @@ class Run:
         code = records.code_now(result)
         self.differs = [file for file, x in code.items() if self.code.get(file) != x]
         with contextlib.suppress(FileNotFoundError):
-            self.kept = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8")) | self.kept
+            mine = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8"))
+            both = self.kept.get("code", {}) | mine.get("code", {})
+            self.kept = self.kept | mine | dict(code=both)
 
     def keep(self, name, compute):
-        """compute(this run), or what it gave before. It stays, and is committed, with the run."""
-        if name not in self.kept:
+        """compute(this run), or what it gave before, by the same code. It is committed with the run."""
+        code, before = records.code_of(compute), self.kept.setdefault("code", {})
+        if name not in self.kept or code and before.get(name) != code:
+            if name in self.kept:
+                print(f"{self.label}, {name}: computed anew, since its code has changed")
             self.kept[name] = compute(self)
+            if code:
+                before[name] = code
             many.beside(self.folder, "").parent.mkdir(parents=True, exist_ok=True)
             records.write_json(many.beside(self.folder, "json"), self.kept)
         return self.kept[name]

@@ -5,12 +5,16 @@
                                         given ("spec"), and what Run.keep() computed
     weights/<name>/last.pt, run.txt     a checkpoint to act with, and whose it is
 """
+import ast
 import csv
 import functools
+import hashlib
+import inspect
 import io
 import json
 import re
 import shutil
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -77,8 +81,35 @@ def committed(root):
 
 def code_now(result):
     """What the code of a run's result would be today; see settings.code_of()."""
-    also = ["online.py"] if "offline" in result else []
+    also = [file for file in ("online.py", "notebooks/released.py") if file in result.get("code", {})]
     return settings.code_of(result["model"], result["env"], also=also)
+
+
+def code_of(function):
+    """Digits of a function's code and of what it calls in its own file, or notebook, and in maps.py.
+
+    None without a source: of a lambda it cannot be told from what stands beside it.
+    """
+    parts, left = {}, [function]
+    while left:
+        f = getattr(left[0], "func", left[0])       # what a partial calls
+        left = left[1:]
+        if (f.__module__, f.__qualname__) in parts:
+            continue
+        if f.__name__ == "<lambda>":
+            return None
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(f)))
+        except OSError:
+            return None
+        parts[f.__module__, f.__qualname__] = repr(settings.bare(tree.body))
+        for node in ast.walk(tree):
+            x = f.__globals__.get(getattr(node, "id", None))
+            if isinstance(node, ast.Attribute):     # lab.gates
+                x = getattr(f.__globals__.get(getattr(node.value, "id", None)), node.attr, None)
+            if inspect.isfunction(x) and x.__module__ in (f.__module__, "maps"):
+                left.append(x)
+    return hashlib.sha1(repr(sorted(parts.values())).encode()).hexdigest()[:8]
 
 
 def commit(folder, root, ending="", whole=False):

@@ -2,7 +2,9 @@
 
     pytest tests/test_16_notebooks.py
 """
+import importlib.util
 import json
+import linecache
 import math
 import os
 import re
@@ -815,8 +817,42 @@ def test_fine_tuned_runs_and_the_control_are_found_again(smoke):
     assert tuned.offline["episodes"] == 1 and "online.py" in tuned.code and not tuned.differs
     control = lab.run(**given, quirk="shuffled rewards")
     assert control.dataset.endswith("rewards shuffled") and "online.py" not in control.code
+    assert "notebooks/released.py" in control.code and not control.differs      # the quirk's code counts
     assert len({r.folder for r in (tuned, control, lab.run(**given))}) == 3
     assert lab.run(**given, online=True).date == tuned.date and lab.found(tuned.spec)
+
+
+def test_what_is_kept_is_computed_anew_when_its_code_changes(smoke, monkeypatch, capsys, tmp_path):
+    """A remark changes nothing; another number, in the function or in one that it calls, does."""
+    r, path = lab.run("maze2d-umaze", label="a", model="dt"), tmp_path / "cell.py"
+    text = "def two():\n    return 2\n\n\ndef measure(r):\n    return [r.seed, two()]\n"
+
+    def measured(text, r=r):
+        """r.keep() with measure() of a cell with this text, as a new kernel would have it."""
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("cell", path)
+        cell = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "cell", cell)
+        linecache.clearcache()
+        exec(compile(text, path, "exec"), vars(cell))
+        return r.keep("x", cell.measure)
+    assert measured(text) == [0, 2] and not capsys.readouterr().out
+    r.kept["x"] = "kept"
+    assert measured(text.replace("    return [", "    # a remark\n    return  [")) == "kept"
+    again = lab.run("maze2d-umaze", label="a", model="dt")
+    assert measured(text, again) == [0, 2] and not capsys.readouterr().out      # from the file
+    assert measured(text.replace("r.seed", "r.seed + 1"), again) == [1, 2]
+    assert measured(text.replace("return 2", "return 3"), again) == [0, 3]
+    assert capsys.readouterr().out == "a, x: computed anew, since its code has changed\n" * 2
+    again = lab.run("maze2d-umaze", label="a", model="dt")
+    assert measured(text.replace("return 2", "return 3"), again) == [0, 3]
+    assert records.code_of(lambda r: r.seed) is None and records.code_of(exec_only()) is None
+
+
+def exec_only():
+    names = {"__name__": "no file"}
+    exec("def f(r):\n    return 1", names)
+    return names["f"]
 
 
 def test_changed_presets_are_said(local, monkeypatch, capsys):
@@ -849,7 +885,12 @@ def test_weights_in_half_precision(local, monkeypatch):
 
 def test_committed_runs_are_small():
     for path in (ROOT / "notebooks" / "results" / "runs").glob("*.json"):
-        assert path.stat().st_size < 100_000 and "code" in json.loads(path.read_text(encoding="utf-8")), path
+        run = json.loads(path.read_text(encoding="utf-8"))
+        assert path.stat().st_size < 100_000 and "code" in run, path
+        of_lambdas = {"spec", "code", "returns", "best return", "mean return"}
+        named = {name for name in run["kept"].keys() - of_lambdas if not name.startswith("play ")}
+        assert named == run["kept"].get("code", {}).keys(), path
+        assert ("notebooks/released.py" in run["code"]) == ("quirk" in run["kept"]["spec"]), path
 
 
 # ------------------------------------------------------------------- words follow from numbers
