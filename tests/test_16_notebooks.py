@@ -842,8 +842,9 @@ def test_what_is_kept_is_computed_anew_when_its_code_changes(smoke, monkeypatch,
     again = lab.run("maze2d-umaze", label="a", model="dt")
     assert measured(text, again) == [0, 2] and not capsys.readouterr().out      # from the file
     assert measured(text.replace("r.seed", "r.seed + 1"), again) == [1, 2]
+    assert measured(text, again) == [0, 2]
     assert measured(text.replace("return 2", "return 3"), again) == [0, 3]
-    assert capsys.readouterr().out == "a, x: computed anew, since its code has changed\n" * 2
+    assert capsys.readouterr().out == "a, x: computed anew, since its code has changed\n" * 3
     again = lab.run("maze2d-umaze", label="a", model="dt")
     assert measured(text.replace("return 2", "return 3"), again) == [0, 3]
     assert records.code_of(lambda r: r.seed) is None and records.code_of(exec_only()) is None
