@@ -483,7 +483,7 @@ def test_whoever_changes_a_player_is_asked_about_versions():
     place = SCRIPT.parent / "policies"
     now = {path.name: settings.digits_of(path, "") for path in place.glob("*.py")}
     now |= {path.name: hashlib.sha1(path.read_bytes()).hexdigest()[:8] for path in place.glob("*.npz")}
-    assert now == MADE_BY, "if a set is another one now, raise its version in collect.py; then note these digits"
+    assert now == MADE_BY, "if a set becomes another one, raise its version; then note these digits"
 
 
 MADE_BY = {
