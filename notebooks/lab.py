@@ -182,10 +182,12 @@ class Run:
     def checkpoint(self):
         """(model, meta) of weights/, of the run's folder, or else trained now."""
         folder = records.weights(ROOT, self.folder.name) if self.log_csv else None
-        folder = folder or self.folder
-        if not (folder / "last.pt").is_file():
-            print(f"{folder.name} comes without weights: training it, about {self.seconds / 60:.0f} minutes")
-            learn(self.spec)
+        if not folder:
+            folder = self.folder
+            if not many.finished(folder):       # it may have begun, and have a checkpoint
+                minutes = self.seconds / 60
+                print(f"{folder.name} comes without weights: training it, about {minutes:.0f} minutes")
+                learn(self.spec)
         return player.load_run(folder, device=settings.pick_device("auto"))
 
     net = property(lambda self: self.checkpoint[0])

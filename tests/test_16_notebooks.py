@@ -772,6 +772,9 @@ def test_committed_results_are_taken_first(local, monkeypatch, capsys):
     assert not r.folder.exists()
     capsys.readouterr()
     assert r.batch()["states"].shape[1] == 2 and "comes without weights" in capsys.readouterr().out
+    (r.folder / "result.json").unlink()     # one that was stopped on its way has a checkpoint, too
+    stopped = lab.run("maze2d-umaze", model="dt", **TINY)
+    assert stopped.net and "comes without weights" in capsys.readouterr().out and lab.many.finished(r.folder)
     with monkeypatch.context() as patch:        # of two results that of today's code
         edited(patch)
         new = lab.run("maze2d-umaze", model="dt", fresh=True, **TINY)
