@@ -96,13 +96,13 @@ def work(given, folder):
         return finished(folder)
 
 
-def failure(error, given, folder):
+def failure(error, given, folder, kind=config.Settings):
     """The result of a run that failed. It is kept where the run would fail again."""
-    cfg = config.resolve(given).train
+    cfg = config.resolve(given, kind).train
     result = dict(
         model=cfg.model, env=cfg.env, dataset=cfg.env, source=cfg.source, seed=cfg.seed, steps=cfg.steps,
-        seconds=0.0, machine="", date=time.strftime("%Y-%m-%d"), code=config.code_of(cfg.model, cfg.env),
-        asked=None, rows=[], error=short(error))
+        seconds=0.0, machine="", date=time.strftime("%Y-%m-%d"),
+        code=config.code_of(cfg.model, cfg.env, also=kind.CODE), asked=None, rows=[], error=short(error))
     if isinstance(error, train.Diverged):
         folder.mkdir(exist_ok=True)
         train.write_result(folder, result)

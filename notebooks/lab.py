@@ -162,16 +162,18 @@ class Run:
         self.differs = [file for file, x in code.items() if self.code.get(file) != x]
         with contextlib.suppress(FileNotFoundError):
             mine = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8"))
-            both = self.kept.get("code", {}) | mine.get("code", {})
+            both = {key: x for key, x in self.kept.get("code", {}).items() if key not in mine}
+            both |= mine.get("code", {})
             self.kept = self.kept | mine | dict(code=both)
 
     def keep(self, name, compute):
         """compute(this run), or what it gave before, by the same code. It is committed with the run."""
         code, before = records.code_of(compute), self.kept.setdefault("code", {})
-        if name not in self.kept or code and before.get(name) != code:
+        if name not in self.kept or before.get(name) != code:
             if name in self.kept:
                 print(f"{self.label}, {name}: computed anew, since its code has changed")
             self.kept[name] = compute(self)
+            before.pop(name, None)
             if code:
                 before[name] = code
             many.beside(self.folder, "").parent.mkdir(parents=True, exist_ok=True)
@@ -325,7 +327,7 @@ def learn(spec, label=""):
                         result = train.train(t, watch=line, **given)
                     line.finish(result)
                 except train.Diverged as error:
-                    many.failure(error, bare(spec), folder)
+                    many.failure(error, bare(spec), folder, kind_of(spec))
     return many.finished(folder)
 
 

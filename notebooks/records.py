@@ -92,21 +92,26 @@ def code_of(function):
     """
     parts, left = {}, [function]
     while left:
-        f = getattr(left[0], "func", left[0])       # what a partial calls
-        left = left[1:]
-        if (f.__module__, f.__qualname__) in parts:
-            continue
-        if f.__name__ == "<lambda>":
+        f = inspect.unwrap(getattr(left[0], "func", left[0]))       # what a partial or a decorator calls
+        f, left = getattr(f, "__func__", f), left[1:]
+        if not inspect.isfunction(f) or f.__name__ == "<lambda>":
             return None
+        if f.__code__ in parts:
+            continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(f)))
-        except OSError:
+        except (OSError, SyntaxError):
             return None
-        parts[f.__module__, f.__qualname__] = repr(settings.bare(tree.body))
+        parts[f.__code__] = repr(settings.bare(tree.body))
+        own = {*f.__code__.co_varnames, *f.__code__.co_cellvars}        # tracks(run) is not about lab.run
+        names = f.__globals__ | inspect.getclosurevars(f).nonlocals
+        names = {key: x for key, x in names.items() if key not in own}
         for node in ast.walk(tree):
-            x = f.__globals__.get(getattr(node, "id", None))
-            if isinstance(node, ast.Attribute):     # lab.gates
-                x = getattr(f.__globals__.get(getattr(node.value, "id", None)), node.attr, None)
+            x = names.get(getattr(node, "id", None))
+            if isinstance(node, ast.Attribute):     # lab.gates, but never a property of a Run
+                owner = names.get(getattr(node.value, "id", None))
+                x = getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
+            x = inspect.unwrap(x) if callable(x) else x
             if inspect.isfunction(x) and x.__module__ in (f.__module__, "maps"):
                 left.append(x)
     return hashlib.sha1(repr(sorted(parts.values())).encode()).hexdigest()[:8]

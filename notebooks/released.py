@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import data
+import online
 import settings
 import train
 import unseen
@@ -144,7 +145,9 @@ def quirks(name):
         raise ValueError(f"no quirk is called {name!r}: {', '.join(QUIRKS)}")
     with contextlib.ExitStack() as stack:
         if name:        # this file then decides numbers, too
-            stack.enter_context(mock.patch.object(settings.Settings, "CODE", ["notebooks/released.py"]))
+            for kind in (settings.Settings, online.OnlineSettings):
+                more = [*kind.CODE, "notebooks/released.py"]
+                stack.enter_context(mock.patch.object(kind, "CODE", more))
         for owner, attribute, new in QUIRKS.get(name, []):
             stack.enter_context(mock.patch.object(owner, attribute, new))
         yield

@@ -738,6 +738,16 @@ def test_a_diverged_run_is_a_row(local, monkeypatch, capsys):
     assert lab.run("maze2d-umaze", 1, model="dt", **TINY).error.startswith("Diverged")
 
 
+def test_a_diverged_run_says_whose_code_it_was(smoke, monkeypatch):
+    def update(run):
+        raise train.Diverged("the loss is nan at update 1")
+    monkeypatch.setattr(train.Run, "update", update)
+    tuned, quirk = (lab.run("hopper-medium-replay", model="dt", **more)
+                    for more in (dict(online=True), dict(quirk="last step")))
+    assert tuned.error.startswith("Diverged") and "online.py" in tuned.code and not tuned.differs
+    assert quirk.error.startswith("Diverged") and "notebooks/released.py" in quirk.code and not quirk.differs
+
+
 # ------------------------------------------------------------------- results that come with the project
 
 def test_committed_results_are_taken_first(local, monkeypatch, capsys):
@@ -823,6 +833,8 @@ def test_fine_tuned_runs_and_the_control_are_found_again(smoke):
     assert "notebooks/released.py" in control.code and not control.differs      # the quirk's code counts
     assert len({r.folder for r in (tuned, control, lab.run(**given))}) == 3
     assert lab.run(**given, online=True).date == tuned.date and lab.found(tuned.spec)
+    both = lab.run(**given, online=True, quirk="last step")
+    assert {"online.py", "notebooks/released.py"} <= both.code.keys() and not both.differs
 
 
 def test_what_is_kept_is_computed_anew_when_its_code_changes(smoke, monkeypatch, capsys, tmp_path):
@@ -850,7 +862,40 @@ def test_what_is_kept_is_computed_anew_when_its_code_changes(smoke, monkeypatch,
     assert capsys.readouterr().out == "a, x: computed anew, since its code has changed\n" * 3
     again = lab.run("maze2d-umaze", label="a", model="dt")
     assert measured(text.replace("return 2", "return 3"), again) == [0, 3]
-    assert records.code_of(lambda r: r.seed) is None and records.code_of(exec_only()) is None
+    for other in (lambda r: r.seed, exec_only(), len, SimpleNamespace):
+        assert records.code_of(other) is None
+
+
+two = SimpleNamespace(property_of_a_run=None)
+
+
+def by_name(two):
+    return two.seed
+
+
+@torch.no_grad()
+def without_gradients(r):
+    return twice(r.seed)
+
+
+def twice(x):
+    return 2 * x
+
+
+def test_the_code_of_a_function_is_its_own_and_of_those_that_it_calls(monkeypatch):
+    """Not that of a function with a parameter's name; no attribute of an object is looked up."""
+    class Loud:
+        seed = property(lambda self: 1 / 0)
+
+    def attribute(r):
+        return two.seed + r.seed
+    digits = records.code_of(by_name), records.code_of(attribute), records.code_of(without_gradients)
+    monkeypatch.setitem(globals(), "two", twice)
+    assert records.code_of(by_name) == digits[0] is not None
+    monkeypatch.setitem(globals(), "two", Loud())
+    assert records.code_of(attribute) == digits[1] is not None
+    monkeypatch.setitem(globals(), "twice", by_name)
+    assert records.code_of(without_gradients) != digits[2] is not None
 
 
 def exec_only():
