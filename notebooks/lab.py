@@ -71,7 +71,9 @@ here = SimpleNamespace(name="", scale="local", own=set())
 MS = dict(dt=(1.3, 7.0), dc=(0.9, 3.8), lsdt=(1.9, 13.1), radt=(2.2, 13.2), starformer=(4.1, 48.3),
           dm=(12.2, 12.4))
 
-LOADED = {model: settings.code_of(model, "") for model in settings.MODELS}     # before anyone edits a file
+# before anyone edits a file
+FILES = *records.ALSO, "notebooks/maps.py"
+LOADED = {model: settings.code_of(model, "", also=FILES) for model in settings.MODELS}
 
 
 # ------------------------------------------------------------------- scales
@@ -337,7 +339,7 @@ def runs_of(todo, trained=False, fresh=False, own=False):
     specs = [values_of(env, seed, trained, given) for env, seed, _, given in todo]
     edited = set()
     for model in {spec["model"] for spec in specs} & LOADED.keys():
-        edited |= settings.code_of(model, "", now=True).items() - LOADED[model].items()
+        edited |= settings.code_of(model, "", True, FILES).items() - LOADED[model].items()
     if edited:
         print(f"edited since this kernel began: {', '.join(sorted(dict(edited)))}. Restart to use it")
     for folder in map(folder_of, specs):

@@ -79,9 +79,12 @@ def committed(root):
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
+ALSO = "online.py", "notebooks/released.py"      # they decide the numbers of some runs
+
+
 def code_now(result):
     """What the code of a run's result would be today; see settings.code_of()."""
-    also = [file for file in ("online.py", "notebooks/released.py") if file in result.get("code", {})]
+    also = [file for file in ALSO if file in result.get("code", {})]
     return settings.code_of(result["model"], result["env"], also=also)
 
 

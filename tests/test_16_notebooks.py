@@ -663,7 +663,7 @@ def edited(monkeypatch, file="models/dt.py"):
     """Pretend that a file is another today."""
     ours = settings.code_of
     monkeypatch.setattr(settings, "code_of", lambda *run, **now: ours(*run, **now) | {file: "00000000"})
-    monkeypatch.setitem(lab.LOADED, "dt", settings.code_of("dt", ""))
+    monkeypatch.setitem(lab.LOADED, "dt", settings.code_of("dt", "", also=lab.FILES))
 
 
 def test_a_run_of_other_code_is_said_and_trained_anew_only_on_request(smoke, monkeypatch, capsys):
@@ -697,6 +697,15 @@ def test_an_edit_of_loaded_code_is_said_and_its_digits_are_not_kept(smoke, monke
     assert run.code["models/dt.py"] == lab.LOADED["dt"]["models/dt.py"] != "00000000"
     lab.run("maze2d-umaze", model="dc")
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", lab.FILES)
+def test_an_edit_of_what_the_notebooks_add_is_said(smoke, monkeypatch, capsys, file):
+    ours = settings.digits_of
+    monkeypatch.setattr(settings, "digits_of", lambda path, names, changed=None: (
+        "00000000" if changed and str(path).endswith(file) else ours(path, names, changed)))
+    lab.run("maze2d-umaze", model="dt")
+    assert f"edited since this kernel began: {file}. Restart to use it" in capsys.readouterr().out
 
 
 def test_an_interrupted_runs_seconds_and_code_are_of_all_parts(smoke, monkeypatch, capsys):
