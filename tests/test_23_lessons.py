@@ -124,7 +124,7 @@ def test_the_parts_of_the_data_lesson():
                   "- expected).abs().max() <", "assert_close(windows.mean"):
         assert sum(equal in cell for cell in code) == 1, equal
     source = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("## Where windows lie")[1]
-    quoted = re.findall(r"0\.\d+ to 0\.\d+", text)
+    quoted = re.findall(r"\d+ to \d+ %", text)
     assert len(quoted) == 2 and all(x in source for x in quoted)
 
 
