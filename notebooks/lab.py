@@ -71,8 +71,8 @@ here = SimpleNamespace(name="", scale="local", own=set())
 MS = dict(dt=(1.3, 7.0), dc=(0.9, 3.8), lsdt=(1.9, 13.1), radt=(2.2, 13.2), starformer=(4.1, 48.3),
           dm=(12.2, 12.4))
 
-# before anyone edits a file
 FILES = *records.ALSO, "notebooks/maps.py"
+# before anyone edits a file
 LOADED = {model: settings.code_of(model, "", also=FILES) for model in settings.MODELS}
 
 
@@ -164,9 +164,8 @@ class Run:
         self.differs = [file for file, x in code.items() if self.code.get(file) != x]
         with contextlib.suppress(FileNotFoundError):
             mine = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8"))
-            both = {key: x for key, x in self.kept.get("code", {}).items() if key not in mine}
-            both |= mine.get("code", {})
-            self.kept = self.kept | mine | dict(code=both)
+            code = {key: x for key, x in self.kept.get("code", {}).items() if key not in mine}
+            self.kept = self.kept | mine | dict(code=code | mine.get("code", {}))
 
     def keep(self, name, compute):
         """compute(this run), or what it gave before, by the same code. It is committed with the run."""

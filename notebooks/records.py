@@ -2,7 +2,7 @@
 
     notebooks/results/<notebook>.csv    the rows of its tables, one for each section, run and target
     notebooks/results/runs/<run>.json   a run's result.json, with its log, and "kept": the settings that were
-                                        given ("spec"), and what Run.keep() computed
+                                        given ("spec"), what Run.keep() computed, and by which code
     weights/<name>/last.pt, run.txt     a checkpoint to act with, and whose it is
 """
 import ast
@@ -95,8 +95,9 @@ def code_of(function):
     """
     parts, left = {}, [function]
     while left:
-        f = inspect.unwrap(getattr(left[0], "func", left[0]))       # what a partial or a decorator calls
-        f, left = getattr(f, "__func__", f), left[1:]
+        f = left.pop()
+        f = inspect.unwrap(getattr(f, "func", f))       # what a partial or a decorator calls
+        f = getattr(f, "__func__", f)       # of a method
         if not inspect.isfunction(f) or f.__name__ == "<lambda>":
             return None
         if f.__code__ in parts:
