@@ -24,9 +24,10 @@ MODELS = ["DT", "DC", "LSDT", "RADT", "StARformer", "DM"]
 def shares(run):
     """(return, error) of a run in % of what was asked for: at its headline, and over its last start.
 
-    For AntMaze (success in %, error): there few return as much as is asked for, though most arrive.
+    The return is in the target's unit: in Atari, rewards cut to [-1, 1]. For AntMaze (success in %, error):
+    there few return as much as is asked for, though most arrive.
     """
-    reached = 100 * records.headline(run)["return_mean"] / run["asked"]
+    reached = 100 * records.headline(run)["achieved_mean"] / run["asked"]
     if run["env"].startswith("antmaze"):
         reached = np.mean([row["success"] for row in records.last_start(run)])
     return reached, 100 * records.abs_error(run) / run["asked"]
