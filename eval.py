@@ -259,7 +259,8 @@ def table(rows, headline=None):
         rank = interval([a["rank_correlation"]], 2)
         lines.append(f"{start} start, all targets: rank correlation {rank}, "
                      f"mean |target - achieved| {a['abs_error']:.1f} over {a['episodes']} episodes")
-    lines += ["* the headline target; ± is the standard deviation over episodes"] * (headline is not None)
+    star = "* the headline target; " * any(r["target"] == headline for r in rows)
+    lines += [f"{star}± is the standard deviation over episodes"] * (headline is not None)
     return "\n".join(lines)
 
 

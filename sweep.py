@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import filelock
@@ -336,9 +336,13 @@ def sweep(todo, out="runs", workers=None, ray=None, share=None):
                 os.cpu_count() if cuda else workers, multiprocessing.get_context("spawn"), begin_process))
             stack.callback(pool.shutdown, cancel_futures=True)
             ended = together(left, workers, pool, device) if cuda else over_processes(left, workers, pool)
-        for folder, result in ended if left else ():
-            results[folder] = result
-            bar.update()
+        try:
+            for folder, result in ended if left else ():
+                results[folder] = result
+                bar.update()
+        except BrokenExecutor as error:
+            raise UserError("a process was killed, perhaps for want of memory; try fewer --workers. "
+                            "The same command goes on") from error
     words = [[f"{key}={x}" for key, x in given.items() if key not in UNNAMED | {"model", "env", "seed"}]
              for given in todo.values()]
     common = set(words[0]).intersection(*words)
@@ -373,7 +377,8 @@ def groups_of(results):
 
 
 def headline(run):
-    return next(row for row in run["rows"] if row["target"] == run["asked"])
+    """The row that stands for a run: at its headline target, from the first start that has it."""
+    return next((row for row in run["rows"] if row["target"] == run["asked"]), run["rows"][0])
 
 
 def summary(results):
@@ -428,8 +433,12 @@ def listed(words):
     lists, names = {}, dict(models="model", envs="env", seeds="seed")
     for word in words:
         if word.startswith("--"):
-            key = word[2:].replace("-", "_")
+            key, equals, value = word[2:].partition("=")
+            if key == "no-goal":        # as train.py has it
+                key, equals, value = "goal", "=", "none"
+            key = key.replace("-", "_")
             values = lists.setdefault(names.get(key, key), [])
+            values += [value] * bool(equals)
         elif not lists:
             raise UserError(f"what is {word!r}? Settings are given as --name value value ...")
         else:

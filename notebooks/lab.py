@@ -14,6 +14,7 @@ and docs/, are taken first, and written by commit_results() alone. See records.p
 """
 from progress import Progress, resumable  # noqa: I001 (first: it says which package is missing)
 import contextlib
+import copy
 import functools
 import inspect
 import io
@@ -48,7 +49,7 @@ from maps import (  # noqa: E402, F401
     looked_back,
     mean_attention,
 )
-from pictures import axes, heat_maps, lines, mazes, picture, plain  # noqa: E402, F401
+from pictures import axes, heat_maps, lines, mazes, picture, plain, tracks  # noqa: E402, F401
 from records import COLUMNS, markdown  # noqa: E402, F401
 
 import data  # noqa: E402
@@ -96,7 +97,7 @@ def pick(smoke=None, local=None, paper=None):
 def long(**more):
     """Settings for questions of range: at scale local windows of 20 steps, longer than the presets' ones.
 
-    Three layers of width 64, or n_layer=4 for DM, so that two of them choose.
+    There are three layers; DM is given n_layer=4, so that two of them choose.
     """
     steps = dict(context_len=pick(smoke=3, local=20), windows="end", n_layer=3, batch_size=64, steps=2500)
     return pick(local=steps, paper={}) | more
@@ -162,28 +163,36 @@ class Run:
         self.trained = trained or here.scale == "paper"
         code = records.code_now(result)
         self.differs = [file for file, x in code.items() if self.code.get(file) != x]
+        self.read_kept()
+
+    def read_kept(self):
+        """Add what this machine has kept of this run, and of no other of the same settings."""
         with contextlib.suppress(FileNotFoundError):
             mine = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8"))
-            code = {key: x for key, x in self.kept.get("code", {}).items() if key not in mine}
-            self.kept = self.kept | mine | dict(code=code | mine.get("code", {}))
+            if mine.get("of") in (None, f"{self.date} {self.seconds}"):
+                code = {key: x for key, x in self.kept.get("code", {}).items() if key not in mine}
+                self.kept = self.kept | mine | dict(code=code | mine.get("code", {}))
 
     def keep(self, name, compute):
         """compute(this run), or what it gave before, by the same code. It is committed with the run."""
-        code, before = records.code_of(compute), self.kept.setdefault("code", {})
+        code, before = records.code_of(compute), self.kept.get("code", {})
         if name not in self.kept or before.get(name) != code:
             if name in self.kept:
                 print(f"{self.label}, {name}: computed anew, since its code has changed")
-            self.kept[name] = compute(self)
-            before.pop(name, None)
-            if code:
-                before[name] = code
+            value = compute(self)
             many.beside(self.folder, "").parent.mkdir(parents=True, exist_ok=True)
-            records.write_json(many.beside(self.folder, "json"), self.kept)
+            with filelock.FileLock(many.beside(self.folder, "lock")):      # another notebook may keep more
+                self.read_kept()
+                codes = {key: x for key, x in self.kept.get("code", {}).items() if key != name}
+                self.kept |= {name: value, "code": codes | ({name: code} if code else {}),
+                              "of": f"{self.date} {self.seconds}"}
+                records.write_json(many.beside(self.folder, "json"), self.kept)
+                self.read_kept()        # as it will be read
         return self.kept[name]
 
     @functools.cached_property
     def checkpoint(self):
-        """(model, meta) of weights/, of the run's folder, or else trained now."""
+        """(model, meta) of weights/, of the run's folder, or else trained now. On the CPU, as data are."""
         folder = records.weights(ROOT, self.folder.name) if self.log_csv else None
         if not folder:
             folder = self.folder
@@ -191,7 +200,7 @@ class Run:
                 minutes = self.seconds / 60
                 print(f"{folder.name} comes without weights: training it, about {minutes:.0f} minutes")
                 learn(self.spec)
-        return player.load_run(folder, device=settings.pick_device("auto"))
+        return player.load_run(folder, device="cpu")
 
     net = property(lambda self: self.checkpoint[0])
     meta = property(lambda self: self.checkpoint[1])
@@ -218,8 +227,7 @@ class Run:
         left = self.windows.left
         whole = (left >= min(self.windows.K, int(left.max()))).nonzero()[:, 0]
         index = whole[torch.randint(len(whole), (size,), generator=torch.Generator().manual_seed(seed))]
-        device = next(self.net.parameters()).device
-        return {key: x.to(device) for key, x in self.windows.gather(index).items()}
+        return self.windows.gather(index)
 
     def padded(self):
         """How many of 100 windows are padded: of each episode, those that start in its last K - 1 steps."""
@@ -240,7 +248,7 @@ class Run:
 
     def abs_error(self):
         """Its mean |target - achieved| over the episodes of last_start()."""
-        return player.alignment(self.last_start())["abs_error"]
+        return records.abs_error(vars(self))
 
     def play(self, targets=None, zero=(), episodes=None):
         """Rows of another evaluation, from the last start: other targets, or inputs blanked."""
@@ -248,8 +256,10 @@ class Run:
         episodes = episodes or pick(smoke=1, local=10, paper=100)
         plan = [(start, float(x), episodes) for x in targets or [self.asked]]
         name = " ".join([f"play {episodes} {start}", *(f"{x:.4g}" for _, x, _ in plan), *zero])
-        return self.keep(name, lambda r: player.evaluate(
-            r.net, r.meta, plan, r.seed, None, r.meta["sample"], zero))
+        device = settings.pick_device("auto")
+        with released.quirks(self.spec.get("quirk")):
+            return self.keep(name, lambda r: player.evaluate(
+                copy.deepcopy(r.net).to(device), r.meta, plan, r.seed, None, r.meta["sample"], zero))
 
 
 def published(env):
@@ -300,7 +310,7 @@ def folder_of(spec):
 
 
 def found(spec):
-    """The result of a finished run, or None: the project's, or this machine's, rather one of today's code."""
+    """The result of a finished run, or None: the project's or, if that is of older code, this machine's."""
     folder = folder_of(spec)
     stored = None if here.scale == "smoke" or folder in here.own else records.committed(ROOT).get(folder.name)
     results = filter(None, [stored, many.finished(folder)])
@@ -343,8 +353,10 @@ def runs_of(todo, trained=False, fresh=False, own=False):
         print(f"edited since this kernel began: {', '.join(sorted(dict(edited)))}. Restart to use it")
     for folder in map(folder_of, specs):
         if fresh:
-            shutil.rmtree(folder, ignore_errors=True)
-            many.beside(folder, "json").unlink(missing_ok=True)
+            many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(many.beside(folder, "lock")):
+                shutil.rmtree(folder, ignore_errors=True)
+                many.beside(folder, "json").unlink(missing_ok=True)
         if fresh or own:
             here.own.add(folder)
     missing = [spec for spec in specs if not found(spec)]
@@ -354,7 +366,8 @@ def runs_of(todo, trained=False, fresh=False, own=False):
         if len(alike) > 1:
             many.sweep(alike, folder_of(alike[0]).parent)
         before = [x["kept"]["spec"] for x in records.committed(ROOT).values()]
-        if n := sum(json.loads(json.dumps(spec)) in before for spec in missing):
+        others = [spec for spec in missing if folder_of(spec) not in here.own]
+        if n := sum(json.loads(json.dumps(spec)) in before for spec in others):
             print(f"presets or data have changed since {n} of the project's runs, which are trained anew")
     runs = [Run(label or folder_of(spec).name, spec, given, found(spec) or learn(spec, label), trained)
             for spec, (_, _, label, given) in zip(specs, todo, strict=True)]
@@ -419,15 +432,14 @@ pictures.folder = results
 
 def record(id, runs):
     """Put runs' rows into this machine's CSV file of the notebook, in place of theirs from before."""
-    path = results() / f"{here.name}.csv"
-    groups = records.rows_of(path)
+    path, groups = results() / f"{here.name}.csv", {}
     for r in runs:
         changed = " ".join(f"{key}={x}" for key, x in r.settings.items() if key != "model")
         facts = vars(r) | dict(id=id, settings=changed)
         rows = [row | facts | dict(headline=row is r.headline()) for row in r.rows]
         groups[id, r.env, r.label, str(r.seed), r.model, changed] = [
             {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()} for row in rows]
-    records.write_rows(path, groups)
+    records.write_rows(path, records.replaced(records.rows_of(path), groups))
 
 
 def commit_results(whole=False):
@@ -478,6 +490,15 @@ def printed(paper, env, label):
     return [paper.get(env, paper).get(label, "-")] if paper else []
 
 
+def lost(whole, group):
+    n = len(group) - len(whole)
+    return f" ({n} of {len(group)} runs diverged)" * (n > 0)
+
+
+def show_stamped(head, rows, paper, runs):
+    show(markdown(head + ["paper, its own data"] * bool(paper), rows) + "\n\n" + stamp(runs))
+
+
 def table(runs, paper=None, each_target=False):
     """A row for each environment and variant (and target), the paper's figures beside ours."""
     if not runs:
@@ -493,11 +514,11 @@ def table(runs, paper=None, each_target=False):
     rows = []
     for first, group in groups.items():
         whole = [row for row in group if not math.isnan(row["return_mean"])]
-        lost = f" ({len(group) - len(whole)} of {len(group)} runs diverged)" * (len(whole) < len(group))
         figures = [interval([row[key] for row in whole]) for key in keys]
-        rows.append([first[0], first[1] + lost, *first[2:], *figures, *printed(paper, *first[:2])])
+        label = first[1] + lost(whole, group)
+        rows.append([first[0], label, *first[2:], *figures, *printed(paper, *first[:2])])
     head = ["set", "variant"] + ["start", "target"] * each_target + [names[key] for key in keys]
-    show(markdown(head + ["paper, its own data"] * bool(paper), rows) + "\n\n" + stamp(runs))
+    show_stamped(head, rows, paper, runs)
 
 
 def compare(*what, paper=None, each_target=False, claims=(), **given):
@@ -524,14 +545,15 @@ def alignment(runs, paper=None, played=None):
         share = 100 * a["abs_error"] / span if span else None
         groups.setdefault((r.env, r.label), []).append((a["rank_correlation"], a["abs_error"], share, last))
     for (env, label), group in groups.items():
-        rank, error, share, last = zip(*group, strict=True)
+        whole = [x for x in group if not math.isnan(x[1])]
+        rank, error, share, last = zip(*whole, strict=True) if whole else [()] * 4
         vary = [x for x in rank if not math.isnan(x)]
         note = f" ({len(vary)} of {len(rank)} seeds; all returns of the others are equal)"
         text = f"{np.mean(vary):.2f}{records.drawn(last)}" if vary else "-"
-        rows.append([env, label, text + note * (len(vary) < len(rank)), interval(error),
-                     interval(share), *printed(paper, env, label)])
+        rows.append([env, label + lost(whole, group), text + note * (len(vary) < len(rank)),
+                     interval(error), interval(share), *printed(paper, env, label)])
     head = ["set", "variant", "rank correlation (95 %)", "mean abs. error", "in % of the targets' span"]
-    show(markdown(head + ["paper, its own data"] * bool(paper), rows) + "\n\n" + stamp(runs))
+    show_stamped(head, rows, paper, runs)
 
 
 def counters(env, **given):
@@ -564,14 +586,14 @@ def mean_curves(points):
 
 
 def log_curve(runs, column="loss"):
-    """{label: (updates, mean over seeds, standard deviation over seeds)} of a column of log.csv.
+    """{label: (updates, mean over seeds, standard deviation over seeds)} of a column of log.csv but lr.
 
     Where an update has several rows, of an evaluation's targets, their mean counts.
     """
     points = []
     for r in runs:
         rows = [(r.label, int(row["step"]), row[column]) for row in r.log
-                if row.get(column) and row["checkpoint"] != "best"]
+                if row.get(column) and row.get("checkpoint") != "best"]
         for label, (steps, means, _) in mean_curves(rows).items():
             points += [(label, *point) for point in zip(steps, means, strict=True)]
     return mean_curves(points)
@@ -593,36 +615,13 @@ def episodes(run):
     display(Image(out.getvalue()))
 
 
-def tracks(run, n):
-    """n episodes from a run's first start: [(goal, reached or not, way)], the maze's walls, a cell's size.
-
-    A way is fifty places (x, y) or a few more, the first and the last one among them.
-    """
-    import gymnasium
-
-    class Tape(gymnasium.ObservationWrapper):
-        def observation(self, observation):
-            self.seen = [*getattr(self, "seen", []), observation]
-            return observation
-
-    tapes = [Tape(envs.make(run.meta["env_spec"])) for _ in range(n)]
-    options = [run.meta["starts"][run.rows[0]["start"]]] * n
-    result = player.rollout(run.net.eval(), run.meta, tapes, np.full(n, run.asked), range(n), options)
-    ways = []
-    for tape, reached in zip(tapes, result["success"], strict=True):
-        some = tape.seen[:-1:max(1, len(tape.seen) // 50)] + tape.seen[-1:]
-        way = np.array([x["achieved_goal"] for x in some])
-        ways.append((tape.seen[0]["desired_goal"].round(2).tolist(), bool(reached), way.round(2).tolist()))
-        tape.close()
-    maze = tapes[0].unwrapped.maze
-    walls = [[int(mark == 1) for mark in row] for row in maze.maze_map]
-    return dict(ways=ways, walls=walls, size=maze.maze_size_scaling)
-
-
 def paths(runs, n=20, save=None):
     """Where an agent goes in its maze, from its first kind of start: pictures.mazes()."""
-    n = pick(smoke=2, local=n, paper=n)
-    mazes([(r.label, r.keep(f"paths {n}", functools.partial(tracks, n=n))) for r in runs], save)
+    n, found = pick(smoke=2, local=n, paper=n), []
+    for r in runs:
+        with released.quirks(r.spec.get("quirk")):
+            found.append((r.label, r.keep(f"paths {n}", functools.partial(tracks, n=n))))
+    mazes(found, save)
 
 
 def tokens(model):

@@ -1,5 +1,6 @@
 """Pictures of the notebooks: lines and maps that can be told apart without colour."""
 import io
+import itertools
 import re
 
 import matplotlib
@@ -8,6 +9,9 @@ import PIL.Image
 import torch
 from IPython.display import Image, display
 from matplotlib.figure import Figure
+
+import envs
+import eval as player
 
 folder = None       # a function that gives the folder where pictures are kept by name; lab.py sets it
 
@@ -20,19 +24,29 @@ MARKERS, STYLES = "osD^v<>x", ["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (
 
 
 def looks(labels):
-    """{label: (colour, marker, line)}. A label that begins with a model's name has the model's colour,
-    paler for its second and third variant, and the first one has the model's marker and line, too."""
-    found, used = {}, {}
-    for i, label in enumerate(labels):
-        name = re.split(r"\W", label)[0]
-        color, marker, line = LOOKS.get(name, (f"C{i % 10}", MARKERS[i % 8], STYLES[i % 8]))
-        if n := used.get(name, 0):
-            rgb = np.array(matplotlib.colors.to_rgb(color))
-            color = tuple(1 - (1 - rgb) * 0.65**n)
-            others = [(m, x) for m, x in zip(MARKERS, STYLES, strict=True) if m != marker and x != line]
-            marker, line = others[n % len(others)]
-        used[name] = used.get(name, 0) + (name in LOOKS)
-        found[label] = color, marker, line
+    """{label: (colour, marker, line)}, where no two have the same marker and line.
+
+    A label that begins with a model's name has the model's colour, paler for its second and third variant,
+    and the first one has the model's marker and line, too.
+    """
+    names = {label: re.split(r"\W", label)[0] for label in labels}
+    found, used = {}, dict.fromkeys(names.values(), 0)
+    taken = {LOOKS[name][1:] for name in used if name in LOOKS}
+    for i, (label, name) in enumerate(names.items()):
+        color, *own = LOOKS.get(name, (f"C{i % 10}",))
+        n = used[name]
+        used[name] += 1
+        if own and not n:
+            found[label] = LOOKS[name]
+            continue
+        if own:
+            color = tuple(1 - (1 - np.array(matplotlib.colors.to_rgb(color))) * 0.65**n)
+        pairs = [pair for pair in zip(MARKERS, STYLES, strict=True) if not set(pair) & set(own)]
+        start = (n if own else i) % len(pairs)
+        some = itertools.chain(pairs[start:], pairs[:start], itertools.product(MARKERS, STYLES))
+        pair = next((pair for pair in some if pair not in taken), pairs[start])
+        taken.add(pair)
+        found[label] = color, *pair
     return found
 
 
@@ -64,12 +78,15 @@ def heat_maps(maps, save=None, xlabel="token looked at", ylabel="token that look
 
     scale: what the shades measure; all pictures then have the same ones.
     """
-    most = max(float(plain(values).max()) for values in maps.values()) if scale else None
+    if not maps:
+        return
+    maps = {title: plain(values) for title, values in maps.items()}
+    least, most = (edge(edge(values.flat) for values in maps.values()) for edge in (min, max))
     fig, panels = axes(min(columns, len(maps)), -(-len(maps) // columns))
     for ax, (title, values) in zip(panels, maps.items(), strict=False):
-        values = plain(values)
+        ends = (least, most) if scale else (values.min(), None)
         shown = ax.imshow(values, cmap="Greys", aspect="auto", interpolation="nearest",
-                          vmin=min(0, values.min()), vmax=most)
+                          vmin=min(0, ends[0]), vmax=ends[1])
         ax.set_title(title, fontsize=9)
         ax.set(xlabel=xlabel, ylabel=ylabel)
         ax.locator_params(integer=True, min_n_ticks=1)
@@ -107,11 +124,39 @@ def lines(curves, xlabel, ylabel, title="", save=None, diagonal=False, logy=Fals
     picture(fig, save)
 
 
+def tracks(run, n):
+    """n episodes from a run's first start: [(goal, reached or not, way)], the maze's walls, a cell's size.
+
+    run: a lab.Run. A way is a hundred places (x, y) at most, the first and the last one among them.
+    """
+    import gymnasium
+
+    class Tape(gymnasium.ObservationWrapper):
+        def observation(self, observation):
+            self.seen = [*getattr(self, "seen", []), observation]
+            return observation
+
+    tapes = [Tape(envs.make(run.meta["env_spec"])) for _ in range(n)]
+    options = [run.meta["starts"][run.rows[0]["start"]]] * n
+    result = player.rollout(run.net.eval(), run.meta, tapes, np.full(n, run.asked), range(n), options)
+    ways = []
+    for tape, reached in zip(tapes, result["success"], strict=True):
+        some = tape.seen[:-1:max(1, len(tape.seen) // 50)] + tape.seen[-1:]
+        way = np.array([x["achieved_goal"] for x in some])
+        ways.append((tape.seen[0]["desired_goal"].round(2).tolist(), bool(reached), way.round(2).tolist()))
+        tape.close()
+    maze = tapes[0].unwrapped.maze
+    walls = [[int(mark == 1) for mark in row] for row in maze.maze_map]
+    return dict(ways=ways, walls=walls, size=maze.maze_size_scaling)
+
+
 def mazes(panels, save=None):
-    """Ways through a maze, [(label, lab.tracks())], each shaded by the cell where it ends.
+    """Ways through a maze, [(label, tracks())], each shaded by the cell where it ends.
 
     Dashed is a way that missed its goal (*).
     """
+    if not panels:
+        return
     fig, axs = axes(min(2, len(panels)), -(-len(panels) // 2), width=4.2, height=3.9)
     for ax in axs[len(panels):]:
         ax.set_visible(False)

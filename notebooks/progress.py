@@ -67,14 +67,14 @@ class Progress:
         """After each update. run: a train.Run."""
         now, done, steps = time.perf_counter(), run.done, run.cfg.steps
         if self.first is None:      # a run that goes on has done some before
-            self.first, self.began = done - 1, now
-        if done < steps and now - self.shown < 0.5:
+            self.first, self.began = done, now
+        if done < steps and (done == self.first or now - self.shown < 0.5):
             return
         self.shown = now
         text = f"{'█' * (20 * done // steps):░<20} {done:,} of {steps:,} updates"
         if math.isfinite(run.loss):     # it is averaged over a hundredth of the run
             text += f", loss {run.loss:.4f}"
-        left = (now - self.began) / (done - self.first) * (steps - done)
+        left = (now - self.began) / max(1, done - self.first) * (steps - done)
         self.write(f"{text}, about {clock(left)} left" if done < steps else f"{text}; now it plays episodes")
 
     def finish(self, result):

@@ -25,6 +25,7 @@ import settings
 import sweep
 import train
 from eval import alignment, interval, margin
+from sweep import headline
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = (
@@ -53,6 +54,12 @@ def write_rows(path, groups):
         out = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         out.writeheader()
         out.writerows(row for rows in groups.values() for row in rows)
+
+
+def replaced(old, new):
+    """rows_of() two files in one: new rows take the place of those of the same variant, as it was before."""
+    now = {key[:3]: key[4:] for key in new}
+    return {key: rows for key, rows in old.items() if now.get(key[:3], key[4:]) == key[4:]} | new
 
 
 def write_json(path, x):
@@ -125,19 +132,22 @@ def commit(folder, root, ending="", whole=False):
     """Make what runs/notebooks/<scale> holds the results that come with the project.
 
     Rows replace those of the same runs in notebooks/results/*.csv; others stay or, if whole, go. Pictures go
-    to docs/, finished runs of today's code to notebooks/results/runs/.
+    to docs/, finished runs of today's code to notebooks/results/runs/. Raises ValueError for scale smoke.
     """
+    if folder.name == "smoke":
+        raise ValueError("what scale smoke gives is no result")
     place = root / "notebooks" / "results"
     (place / "runs").mkdir(parents=True, exist_ok=True)
     for path in (folder / "results").glob("*.csv"):
         old = place / f"{path.stem}{ending}.csv"
-        write_rows(old, rows_of(path) if whole else rows_of(old) | rows_of(path))
+        write_rows(old, rows_of(path) if whole else replaced(rows_of(old), rows_of(path)))
     for path in (folder / "results").glob("*.png"):
         shutil.copy(path, root / "docs")
     for path in (folder / "sweep").glob("*.json"):
         result = sweep.finished(folder / path.stem)
         if result and result.get("code") == code_now(result):
             result["kept"] = json.loads(path.read_text(encoding="utf-8"))
+            result["kept"].pop("of", None)
             result["log_csv"] = log_csv(folder / path.stem)
             write_json(place / "runs" / path.name, result)
     committed.cache_clear()
@@ -189,7 +199,7 @@ def verdict(claim, groups):
             values.setdefault(label, {})[seed] = np.average(figures, weights=counts)
     first = values.get(one, {})
     second = values.get(other, {})
-    if re.fullmatch(r"[\d.]+", other):
+    if re.fullmatch(r"-?[\d.]+", other):
         second = dict.fromkeys(first, float(other))
     differences = [first[seed] - second[seed] for seed in first if seed in second]
     n, word = len(differences), "cannot tell"
@@ -200,7 +210,9 @@ def verdict(claim, groups):
             word = "holds"
         elif middle <= -half:
             word = "does not hold"
-    return word, f"a difference of {interval(differences)} over {n} seed{'s' * (n != 1)}"
+    missing = [label for label, found in ((one, first), (other, second)) if not found]
+    note = f"; there are no rows of {' or '.join(missing)}" if missing else ""
+    return word, f"a difference of {interval(differences)} over {n} seed{'s' * (n != 1)}{note}"
 
 
 def drawn(seeds, n=400):
@@ -222,11 +234,7 @@ def drawn(seeds, n=400):
 
 
 PLAIN = {"model", "env", "seed", "size", "source", "eval_every", "amp"}
-
-
-def headline(result):
-    """The row that stands for a run: at its headline target, from the first start that has it."""
-    return next((row for row in result["rows"] if row["target"] == result["asked"]), result["rows"][0])
+SMALL = dict(size="small", source="local")
 
 
 def last_start(result):
@@ -236,15 +244,15 @@ def last_start(result):
 
 def abs_error(result):
     """A run's mean |target - achieved| over the episodes of last_start()."""
-    rows = last_start(result)
-    return np.average([row["abs_error"] for row in rows], weights=[row["episodes"] for row in rows])
+    return alignment(last_start(result))["abs_error"]
 
 
 def normal(results):
-    """{(set, model): results} of those committed() results that have preset settings."""
+    """{(set, model): results} of those committed() results that have small preset settings, on local data."""
     groups = {}
     for result in results.values():
-        if result["kept"]["spec"].keys() <= PLAIN and result["rows"]:
+        spec = result["kept"]["spec"]
+        if spec.keys() <= PLAIN and spec | SMALL == spec and result["rows"]:
             groups.setdefault((result["env"], result["model"]), []).append(result)
     return dict(sorted(groups.items()))
 

@@ -459,7 +459,8 @@ ROW = dict(start="far", target=5.0, episodes=2, returns=[0.0, 0.0], return_mean=
 def test_the_table_prints_zeros_as_zeros_and_stars_the_headline():
     text = table([ROW, ROW | dict(target=6.0, score=None, success=None)], headline=5.0)
     assert "5.0*" in text and "0.0 ±    0.0     0.0    0.0 %" in text
-    assert text.splitlines()[2].split()[6:8] == ["-", "-"]
+    assert text.splitlines()[2].split()[6:8] == ["-", "-"] and "* the headline target" in text
+    assert "*" not in table([ROW], headline=4.0)        # another target was asked for
 
 
 def row_of(x, **more):

@@ -223,7 +223,7 @@ def test_what_is_normal_is_written_and_drawn(tmp_path):
     assert page.read_text() == "before\n\n| a | b |\n|---|---|\n| 3 | new |\n\nafter\n| c |\n"
 
     def run(env, achieved):
-        row = dict(start="s", target=200.0, achieved_mean=achieved, abs_error=200 - achieved, episodes=1)
+        row = dict(start="s", target=200.0, achieved_mean=achieved, achieved=[achieved], episodes=1)
         return dict(env=env, asked=200.0, rows=[row | dict(success=40.0)])
 
     groups = {("antmaze-x", "dm"): [run("antmaze-x", 50.0)],

@@ -571,6 +571,8 @@ def test_results_and_tables(smoke, monkeypatch):
     assert len(rows) == 1 + sum(len(r.rows) for r in runs)
     assert rows[-1].startswith("DC-T17,one,dc,maze2d-umaze,")
     assert "filters=shared" in rows[-1] and ",local," in rows[-1]
+    with pytest.raises(ValueError, match="scale smoke gives is no result"):
+        lab.commit_results()
     assert not (smoke / "notebooks").exists()       # smoke leaves the committed results alone
 
 
@@ -590,6 +592,7 @@ def test_curves_by_hand():
               row("random", 5.0, 0.0), row("far", 5.0, 3.0), row("far", 1.0, 1.0))
     two = run(log((10, 3.0, ""), (20, 5.0, "last")), row("far", 1.0, 2.0), row("far", 5.0, 5.0))
     assert lab.log_curve([one, two]) == {"a": ([10, 20], [2.0, 4.0], [1.0, 1.0])}
+    assert lab.log_curve([run([dict(step="5", loss="2.5")])]) == {"a": ([5], [2.5], [0.0])}    # no evaluation
     assert lab.target_curve([one, two]) == {"a": ([1.0, 5.0], [1.5, 4.0], [0.5, 1.0])}
     assert lab.target_curve([one, two], key="abs_error") == {"a": ([1.0, 5.0], [0.5, 1.0], [0.5, 1.0])}
     assert lab.target_curve([one], [[row("far", 9.0, 7.0)]]) == {"a": ([9.0], [7.0], [0.0])}
@@ -636,6 +639,52 @@ def test_one_section_shortens_no_file_and_only_a_call_commits(local, monkeypatch
     assert sorted(committed.read_text().splitlines()) == sorted(whole.splitlines())
     lab.commit_results(whole=True)
     assert committed.read_text() == path.read_text() != whole
+
+
+def test_rows_of_other_settings_go_with_the_next_of_that_variant(local, monkeypatch):
+    """A cell is edited, run, and edited back: its verdict is that of the rows that it shows."""
+    (local / "notebooks" / "results").mkdir(parents=True)
+    path = local / "runs/notebooks/local/results/mine.csv"
+    for lr in (1e-3, 1e-1, 1e-3):
+        lab.sweep("S", {"a": dict(model="dt", lr=lr), "b": dict(model="dc")}, "maze2d-umaze", seeds=2, **TINY)
+        lab.commit_results()
+        for file in (path, local / "notebooks/results/mine.csv"):
+            groups = records.rows_of(file)
+            rates = {key[5].split()[-1] for key in groups if key[2] == "a"}
+            assert len(groups) == 4 and rates == {f"lr={lr}"}
+
+
+def test_what_was_kept_of_a_run_is_not_anothers(local, monkeypatch, capsys):
+    """Neither of the project's, where this machine has one of the same settings, nor after fresh=True."""
+    one = lab.run("maze2d-umaze", label="a", model="dt", **TINY)
+    lab.commit_results()
+    path = lab.many.beside(one.folder, "json")
+    mine = json.loads(path.read_text()) | {"best return": -1.0}
+    path.write_text(json.dumps(mine))
+    assert lab.run("maze2d-umaze", model="dt", **TINY).kept["best return"] == -1.0
+    path.write_text(json.dumps(mine | {"of": "2020-01-01 5.0"}))
+    other = lab.run("maze2d-umaze", model="dt", **TINY)
+    assert other.best_return() > -1.0
+    two = lab.run("maze2d-umaze", model="dt", **TINY)      # as of two notebooks
+    assert other.keep("x", by_name) == 0 and two.keep("y", lambda r: (1, 1 / 3)) == [1, 0.333333]
+    assert {"x", "y", "best return"} <= json.loads(path.read_text()).keys()
+    capsys.readouterr()
+    lab.run("maze2d-umaze", model="dt", fresh=True, **TINY)
+    assert not capsys.readouterr().out      # no preset has changed
+
+
+def test_a_run_plays_with_its_quirk(local, monkeypatch):
+    """And on the device at hand, while its net stays with its data."""
+    run, seen = lab.run("maze2d-umaze", model="dt", quirk="last return", **TINY), []
+
+    def evaluate(model, *more):
+        seen.append((dt.Model.act is released.act_on_last_return, next(model.parameters()).device.type))
+        return []
+    monkeypatch.setattr(lab.player, "evaluate", evaluate)
+    monkeypatch.setattr(settings, "pick_device", lambda name: torch.device("meta"))
+    run.play([1.0])
+    assert seen == [(True, "meta")] and dt.Model.act is not released.act_on_last_return
+    assert next(run.net.parameters()).device.type == "cpu"
 
 
 def test_the_code_of_a_run_is_what_decides_numbers(tmp_path, monkeypatch):
@@ -735,6 +784,10 @@ def test_a_diverged_run_is_a_row(local, monkeypatch, capsys):
     assert "| a (1 of 2 runs diverged) | " + lab.interval([runs[0].headline()["return_mean"]]) in shown[0]
     lab.table(runs, each_target=True)
     lab.alignment(runs)
+    error = lab.interval([runs[0].abs_error()])
+    assert "| a (1 of 2 runs diverged) | " in shown[-1] and f" | {error} | " in shown[-1]
+    lab.alignment(runs[1:])
+    assert "| a (1 of 1 runs diverged) | - | - | - |" in shown[-1]
     lab.lines(lab.target_curve(runs), "x", "y")
     lab.lines(lab.log_curve(runs), "x", "y")
     rows = records.lines((local / "runs/notebooks/local/results/mine.csv").read_text())
@@ -980,9 +1033,10 @@ def test_verdict_by_hand():
     assert records.verdict("S e: a > b in return", groups)[1] == "a difference of 10.0 ± 2.5 over 3 seeds"
     assert records.verdict("S e: a < b in error", groups)[1] == "a difference of 100.0 ± 24.8 over 3 seeds"
     assert records.verdict("S e: a > one in return", groups)[1] == "a difference of 5.0 over 1 seed"
-    none = "cannot tell", "a difference of - over 0 seeds"
-    assert records.verdict("T e: a > one in return", groups) == none
-    assert records.verdict("S e: a > nobody in return", groups) == none
+    assert records.verdict("S e: a > -90.5 in return", groups)[0] == "holds"
+    none = "a difference of - over 0 seeds; there are no rows of "
+    assert records.verdict("T e: a > one in return", groups) == ("cannot tell", none + "a or one")
+    assert records.verdict("S e: a > nobody in return", groups) == ("cannot tell", none + "nobody")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -1075,7 +1129,9 @@ def test_expected_by_hand():
     results = {
         "a": run(0, [row("random", 2.0, 4.0, 6.0), *far]),
         "b": run(1, [row("random", 2.0, 6.0, 8.0), *far]),
-        "c": run(2, [row("random", 2.0, 900.0), *far], d=8), "diverged": run(3, [])}
+        "c": run(2, [row("random", 2.0, 900.0), *far], d=8), "diverged": run(3, []),
+        "paper": run(4, [row("random", 2.0, 900.0), *far], size="paper"),
+        "published": run(5, [row("random", 2.0, 900.0), *far], source="d4rl")}
     want = "| e | dt | 2 | 2 | 6.0 ± 12.7 | - | - | 0.89 | 0.5 ± 0.0 | 1.5 |"
     found = records.expected(results).splitlines()
     assert found[-1] == want and len(found) == 3

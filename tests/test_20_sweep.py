@@ -207,6 +207,18 @@ def test_every_combination_of_the_lists_is_a_run():
     assert several == sweep.MANY
     assert sweep.listed("--use_actions --lr 1 2".split()) == [
         dict(use_actions=True, lr="1"), dict(use_actions=True, lr="2")]
+    assert sweep.listed("--lr=1e-3 2e-3 --no-goal --rtg-scale=5".split()) == [
+        dict(lr="1e-3", goal="none", rtg_scale="5"), dict(lr="2e-3", goal="none", rtg_scale="5")]
+
+
+def test_a_killed_process_is_a_message(cart, tmp_path, monkeypatch):
+    """As the system kills one that takes too much memory."""
+    class Pool(ProcessPoolExecutor):
+        def submit(self, function, *args):
+            return super().submit(os._exit, 9)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Pool)
+    with pytest.raises(UserError, match="a process was killed.*--workers"):
+        sweep.sweep([GIVEN | dict(env=cart, model="dt")], tmp_path, workers=1)
 
 
 def test_tasks_of_a_cluster_one_node_of_which_dies_end_as_local_runs(todo, alone, tmp_path):
