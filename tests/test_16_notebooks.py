@@ -1074,6 +1074,63 @@ def test_words_of_the_page_of_results():
         assert word == found and "over 0" not in figure, claim
 
 
+@pytest.fixture
+def script(monkeypatch):
+    """docs/again.py, at scale local; it trains nothing."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    for name in ("name", "scale", "own"):
+        monkeypatch.setattr(lab.here, name, getattr(lab.here, name))
+    monkeypatch.setenv("SCALE", "local")
+    monkeypatch.setattr(lab, "show", print)
+    lab.begin("again", "local")
+    untrained(monkeypatch)
+    monkeypatch.setattr(lab.many, "sweep", None)
+    return importlib.import_module("again")
+
+
+def test_verdicts_of_other_seeds_are_what_the_runs_say(script):
+    """The page's table. Its seeds are none of the first ones, and its first words are the notebooks'."""
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    head, _, *rows = script.table(ROOT).splitlines()
+    assert len(rows) >= 8 and "\n".join(rows) + "\n\n" in page.partition(head)[2]
+    told = script.shown(ROOT)
+    for row in rows:
+        claim, first, new, both = row.strip("| ").split(" | ")
+        seeds = [int(re.search(r"over (\d+) seeds", x)[1]) for x in (first, new, both)]
+        assert first.startswith(told[claim][0]) and seeds[1] == 5 and seeds[2] == seeds[0] + 5, claim
+
+
+def test_other_seeds_by_hand(script, monkeypatch):
+    """Which verdicts are asked again, of which runs, and what of them is counted."""
+    maze = "S maze2d-umaze: a > b in return"
+    found = {maze: ("holds", 10.0, 5.1), "S maze2d-umaze: a > c in return": ("holds", 10.0, 4.9),
+             "S breakout: a > b in return": ("holds", 10.0, 9.0), "S maze2d-umaze: b > c in return":
+             ("cannot tell", 1.0, 3.0), "S maze2d-umaze: d > c in error": ("does not hold", -4.0, 3.0)}
+    assert script.narrow(found) == [maze, "S maze2d-umaze: d > c in error"]
+    assert script.given("dt", "lr=0.001 betas=(0.9, 0.95) windows=end goal=none") == dict(
+        model="dt", lr=0.001, betas=(0.9, 0.95), windows="end", goal="none")
+    env = "maze2d-umaze"
+    groups = {("S", env, label, seed, "dt", f"d={8 + i}"): []
+              for i, label in enumerate("abc") for seed in "01"}
+    places = script.variants(maze, groups)
+    assert places == {("S", env, "a"): dict(model="dt", d=8), ("S", env, "b"): dict(model="dt", d=9)}
+    assert not script.trained(places)
+
+    def runs_of(todo, trained):
+        assert trained
+        for name, seed, _, how in todo:
+            far = dict(start="far", episodes=1, success=None, abs_error=seed)
+            run = SimpleNamespace(model="dt", rows=[far | dict(return_mean=how["d"] * seed), dict(far)])
+            run.headline = lambda rows=run.rows: rows[0]
+            assert name == env
+            yield run
+    monkeypatch.setattr(lab, "runs_of", runs_of)
+    new = script.rows_again(places)
+    # the seeds' mean; their deviation is 1.58, over the root of five, times t(0.975, 4) = 2.776
+    assert len(new) == 10 and records.verdict(maze, new) == (
+        "does not hold", "a difference of -12.0 ± 2.0 over 5 seeds")
+
+
 def test_rank_correlations_drawn():
     """Of one seed no interval; of seeds that follow and one that does not, a wide one within [-1, 1]."""
     def seed(*returns):
