@@ -99,5 +99,6 @@ def table(root, train=False):
 
 if __name__ == "__main__":
     os.environ.pop("SCALE", None)
+    lab.show = print
     lab.begin("again", "local")
     write(ROOT / "docs" / "results.md", table(ROOT, "--train" in sys.argv[1:]))
