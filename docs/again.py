@@ -66,13 +66,12 @@ def variants(claim, groups):
 
 
 def rows_again(places):
-    """records.rows_of() the runs of SEEDS, trained where they are missing. places: see variants()."""
+    """As records.rows_of(), of the runs of SEEDS, trained where they are missing. places: see variants()."""
     todo = [(place[1], seed, place, how) for place, how in places.items() for seed in SEEDS]
     found = {}
     for run, (_, seed, place, _) in zip(lab.runs_of(todo, trained=True), todo, strict=True):
         rows = [row | dict(headline=row is run.headline()) for row in run.rows]
-        found[*place, str(seed), run.model, "again"] = [
-            {key: "" if x is None else str(x) for key, x in row.items()} for row in rows]
+        found[*place, str(seed), run.model, "again"] = rows
     return found
 
 

@@ -163,13 +163,14 @@ class Run:
         self.trained = trained or here.scale == "paper"
         code = records.code_now(result)
         self.differs = [file for file, x in code.items() if self.code.get(file) != x]
+        self.training = f"{self.date} {self.seconds}"      # tells trainings of the same settings apart
         self.read_kept()
 
     def read_kept(self):
         """Add what this machine has kept of this run, and of no other of the same settings."""
         with contextlib.suppress(FileNotFoundError):
             mine = json.loads(many.beside(self.folder, "json").read_text(encoding="utf-8"))
-            if mine.get("of") in (None, f"{self.date} {self.seconds}"):
+            if mine.get("of") in (None, self.training):
                 code = {key: x for key, x in self.kept.get("code", {}).items() if key not in mine}
                 self.kept = self.kept | mine | dict(code=code | mine.get("code", {}))
 
@@ -180,12 +181,11 @@ class Run:
             if name in self.kept:
                 print(f"{self.label}, {name}: computed anew, since its code has changed")
             value = compute(self)
-            many.beside(self.folder, "").parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(many.beside(self.folder, "lock")):      # another notebook may keep more
+            with lock_of(self.folder):      # another notebook may keep more
                 self.read_kept()
                 codes = {key: x for key, x in self.kept.get("code", {}).items() if key != name}
-                self.kept |= {name: value, "code": codes | ({name: code} if code else {}),
-                              "of": f"{self.date} {self.seconds}"}
+                codes |= {name: code} if code else {}
+                self.kept |= {name: value, "code": codes, "of": self.training}
                 records.write_json(many.beside(self.folder, "json"), self.kept)
                 self.read_kept()        # as it will be read
         return self.kept[name]
@@ -309,6 +309,12 @@ def folder_of(spec):
     return ROOT / "runs" / "notebooks" / here.scale / name
 
 
+def lock_of(folder):
+    """The lock of whoever trains a run, deletes it, or keeps something of it."""
+    many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(many.beside(folder, "lock"))
+
+
 def found(spec):
     """The result of a finished run, or None: the project's or, if that is of older code, this machine's."""
     folder = folder_of(spec)
@@ -322,8 +328,7 @@ def learn(spec, label=""):
     """Train one run, or go on with it: its result."""
     folder, chosen = folder_of(spec), resolved(spec)
     cfg = chosen.train
-    many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(many.beside(folder, "lock")):       # another notebook may be at this run
+    with lock_of(folder):       # another notebook may be at this run
         if not many.finished(folder):
             line = Progress(label or folder.name)
             text = open(many.beside(folder, "txt"), "a", encoding="utf-8")
@@ -353,8 +358,7 @@ def runs_of(todo, trained=False, fresh=False, own=False):
         print(f"edited since this kernel began: {', '.join(sorted(dict(edited)))}. Restart to use it")
     for folder in map(folder_of, specs):
         if fresh:
-            many.beside(folder, "").parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(many.beside(folder, "lock")):
+            with lock_of(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 many.beside(folder, "json").unlink(missing_ok=True)
         if fresh or own:

@@ -180,6 +180,11 @@ def weights(root, name):
 CLAIM = re.compile(r"(\S+) (\S+): (.+) ([<>]) (.+) in (return|score|success|error)")
 
 
+def number(x):
+    """A figure of a file's row, or of a run's, which may have none."""
+    return float("nan" if x in ("", None) else x)
+
+
 def verdict(claim, groups):
     """("holds", "does not hold" or "cannot tell"; the difference as text) of a claim over rows_of() a file.
 
@@ -192,10 +197,10 @@ def verdict(claim, groups):
     values = {}
     for (*place, label, seed, _, _), rows in groups.items():
         if place == [section, env]:
-            chosen = [row for row in rows if row["headline"] == "True"]
+            chosen = [row for row in rows if str(row["headline"]) == "True"]
             if what == "error":
                 chosen = [row for row in rows if row["start"] == rows[-1]["start"]]
-            figures, counts = ([float(row[x] or "nan") for row in chosen] for x in (key, "episodes"))
+            figures, counts = ([number(row[x]) for row in chosen] for x in (key, "episodes"))
             values.setdefault(label, {})[seed] = np.average(figures, weights=counts)
     first = values.get(one, {})
     second = values.get(other, {})
